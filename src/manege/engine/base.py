@@ -1,0 +1,139 @@
+"""What the gateway asks of an inference engine: token ids in, token ids and log-probabilities out.
+
+`generate` yields chunks as tokens are sampled and ends after the chunk that carries a finish reason. Closing the
+iterator (or cancelling the task that reads it) aborts the generation: the engine stops sampling for it at the next
+decode step. An engine knows nothing about messages, rollouts or losses.
+
+Invariants: the log-probabilities are those of softmax(logits / temperature) of the sampled tokens, whatever truncation
+(top-p, top-k) was used to choose them; the KV cache never outlives its weights; every chunk says which policy version
+sampled it.
+"""
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from manege.errors import EngineError
+from manege.types import FinishReason, FloatArray, IntArray, PolicyVersion, VersionSpan
+
+__all__ = ["Chunk", "Engine", "EngineInfo", "Generation", "Sampling", "Weights", "collect"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How to choose the next token."""
+
+    temperature: float = 1.0
+    """0 means greedy; the log-probabilities are then those at temperature 1."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: off."""
+    max_new_tokens: int
+    stop_ids: frozenset[int] = frozenset()
+    """Sampling one of these ends the answer; the token is part of the answer."""
+    stop_strings: Sequence[str] = ()
+    """The answer ends as soon as its decoded text contains one of these; the tokens so far are the answer."""
+    seed: int | None = None
+    """The same seed, prompt and weights give the same tokens; None: from the engine's own generator."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """One or more sampled tokens."""
+
+    ids: Sequence[int]
+    logprobs: Sequence[float]
+    version: PolicyVersion
+    finish_reason: FinishReason | None = None
+    """Set on the last chunk only."""
+    num_cached: int = 0
+    """Prompt tokens whose keys and values were reused; on the first chunk only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """A whole answer."""
+
+    ids_R: IntArray
+    logprobs_R: FloatArray
+    spans: Sequence[VersionSpan]
+    finish_reason: FinishReason
+    num_cached: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """Where new weights are: `shared` in the memory of this process (changed in place), or a `folder` of safetensors."""
+
+    kind: str
+    folder: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineInfo:
+    """What an engine is and how it is doing."""
+
+    model: str
+    context_limit: int
+    """Prompt + answer tokens of one sequence."""
+    version: PolicyVersion
+    num_running: int = 0
+    num_waiting: int = 0
+    paused: bool = False
+    stats: dict[str, float] = field(default_factory=dict)
+    """Counters since start: prefilled, cached, sampled tokens; seconds busy."""
+
+
+class Engine(Protocol):
+    """An inference engine; implementations: local (torch), scripted, upstream (HTTP)."""
+
+    def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> AsyncIterator[Chunk]:
+        """Sample an answer. Raises ContextOverflowError at the first step if the prompt leaves no room for one token,
+        EngineError if the engine fails."""
+        ...
+
+    async def pause(self) -> None:
+        """Return when no sequence is being decoded; running ones keep their place and go on after `resume`."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on. Safe to call when not paused."""
+        ...
+
+    async def load(self, weights: Weights, version: PolicyVersion) -> None:
+        """Use new weights from the next token on and drop every cached key and value. Called while paused."""
+        ...
+
+    async def info(self) -> EngineInfo:
+        """Raises EngineError when the engine cannot be reached."""
+        ...
+
+    async def close(self) -> None:
+        """Stop and release everything. Safe to repeat."""
+        ...
+
+
+async def collect(chunks: AsyncIterator[Chunk]) -> Generation:
+    """Read a generation to its end. Raises EngineError if it ends without a finish reason."""
+    ids: list[int] = []
+    logprobs: list[float] = []
+    spans: list[VersionSpan] = []
+    num_cached, finish = 0, None
+    async for chunk in chunks:
+        if chunk.ids and (not spans or spans[-1].version != chunk.version):
+            spans.append(VersionSpan(first_token=len(ids), version=chunk.version))
+        ids.extend(chunk.ids)
+        logprobs.extend(chunk.logprobs)
+        num_cached += chunk.num_cached
+        finish = chunk.finish_reason or finish
+    if finish is None:
+        raise EngineError("the engine ended a generation without a finish reason; see its log")
+    return Generation(
+        ids_R=np.asarray(ids, np.int32),
+        logprobs_R=np.asarray(logprobs, np.float32),
+        spans=spans,
+        finish_reason=finish,
+        num_cached=num_cached,
+    )

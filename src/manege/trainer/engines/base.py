@@ -1,0 +1,70 @@
+"""What the trainer asks of whatever holds the optimiser; implementations: torch, and verl later.
+
+The update is fully described by its inputs: samples with per-token advantages and weights, and an objective. A train
+engine knows nothing of rollouts beyond these weights, so that every credit rule works on every engine.
+
+Shape legend: T tokens of one sample (prompt and responses together).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from manege.engine.base import Weights
+from manege.trainer.algo.samples import Sample
+from manege.trainer.objective import Objective
+from manege.types import FloatArray
+
+__all__ = ["Capabilities", "TrainEngine", "WeightedSample"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capabilities:
+    """What an engine can do; an impossible choice is refused at start."""
+
+    prefix_tree: bool
+    shared_weights: bool
+    """Publishes in memory, without writing a folder."""
+    max_sample_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightedSample:
+    """A sample with its share of the loss: loss = sum over trained t of weight * l_t(advantage)."""
+
+    sample: Sample
+    advantages_T: FloatArray
+    """Per token; read only where `sample.mask_T` is set."""
+    weight: float
+
+
+class TrainEngine(Protocol):
+    """Holds weights and optimiser. Not safe for concurrent calls; blocking, so call it from a thread."""
+
+    capabilities: Capabilities
+
+    def logprobs(self, samples: Sequence[Sample]) -> Sequence[FloatArray]:
+        """Log-probabilities of softmax(logits / temperature) under the present weights, 0 where not trained; (T,) each."""
+        ...
+
+    def step(self, batch: Sequence[WeightedSample], objective: Objective) -> Mapping[str, float]:
+        """One optimiser step; returns metrics (docs/reference/metrics.md). Raises TrainerError on a non-finite loss or
+        gradient, with weights and optimiser unchanged."""
+        ...
+
+    def publish(self) -> Weights:
+        """Where the present weights can be read by an inference engine."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Weights, optimiser and rng, complete or not at all."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """The reverse of `save`. Raises TrainerError when the folder is of another model."""
+        ...
+
+    def export(self, folder: Path) -> None:
+        """Write a Hugging Face model folder: config, safetensors, tokenizer, chat template."""
+        ...
