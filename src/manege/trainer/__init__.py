@@ -1,1 +1,1 @@
-
+"""The trainer: groups of rollouts in, new weights out."""

@@ -1,1 +1,1 @@
-
+"""Engines that hold weights and optimiser, behind one Protocol."""
