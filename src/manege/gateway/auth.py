@@ -1,0 +1,174 @@
+"""Who may do what: one operator key, and one derived key per attempt.
+
+An agent key is `mk-<attempt>-<HMAC>-<rollout id>`, signed with the operator key: it needs no table, and it alone says
+which attempt calls. It is good for model calls and events of that attempt until the attempt is terminal or superseded;
+what comes later is answered with 409 and kept apart as an event `late.call` or `late.event`. Its mode follows the
+rollout's `is_train`. The operator key opens everything; with it, the path must say which attempt calls (Agent
+Lightning's way). Keys are compared in constant time.
+"""
+
+import hashlib
+import hmac
+import os
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import orjson
+from starlette.requests import Request
+
+from manege.errors import ConfigError, ConflictError, ForbiddenError, NotFoundError
+from manege.store.base import Store
+from manege.types import TERMINAL, Event, Rollout, RolloutId
+
+__all__ = ["AgentIdentity", "Auth", "operator_key"]
+
+MAX_LATE_BYTES = 65536
+"""Of the body of a late call or event that is kept; a longer one is noted without its body."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentIdentity:
+    """Which attempt a request belongs to."""
+
+    rollout: Rollout
+    attempt: int
+    is_operator: bool
+    """Came with the operator key, so it may also do what agents may not."""
+
+    @property
+    def rollout_id(self) -> RolloutId:
+        """The rollout's id."""
+        return self.rollout.spec.id
+
+    @property
+    def mode(self) -> str:
+        """`train` or `val`."""
+        return "train" if self.rollout.spec.is_train else "val"
+
+
+class Auth:
+    """Checks the keys of one gateway."""
+
+    def __init__(self, *, operator_key: str, store: Store, clock: Callable[[], float]) -> None:
+        if not operator_key:
+            raise ConfigError("the operator key is empty; leave it out to have one made")
+        self._operator_key = operator_key.encode()
+        self._store = store
+        self._clock = clock
+
+    def agent_key(self, rollout_id: RolloutId, attempt: int) -> str:
+        """The key of one attempt."""
+        return f"mk-{attempt}-{self._sign(rollout_id, attempt)}-{rollout_id}"
+
+    def require_operator(self, request: Request) -> None:
+        """Raises ForbiddenError without the operator key."""
+        if self._owner(request) is not None:
+            raise ForbiddenError(
+                f"{request.method} {request.url.path} needs the operator key; an agent's key was given"
+            )
+
+    async def authorise_agent(self, request: Request, *, late: str = "late.call") -> AgentIdentity:
+        """The attempt that a request belongs to, by its key and, where the path names one (`rollout_id`, `attempt`,
+        `mode`), by its path. Raises ForbiddenError (403) for a missing, wrong or disagreeing key, NotFoundError for an
+        unknown rollout, ConflictError (409) once the attempt is over; then the request is kept as an event `late`."""
+        owner = self._owner(request)
+        rollout_id, attempt = _named_by_path(request, owner)
+        rollout = await self._store.get_rollout(rollout_id)
+        identity = AgentIdentity(rollout=rollout, attempt=attempt, is_operator=owner is None)
+        mode = request.path_params.get("mode")
+        if mode is not None and mode != identity.mode:
+            raise ForbiddenError(f"rollout {rollout_id} runs in mode {identity.mode}, but the path says {mode}")
+        over = rollout.state in TERMINAL or rollout.attempt != attempt
+        # The operator's own events stay welcome: Agent Lightning's trainer posts rewards of ended rollouts.
+        if over and not (identity.is_operator and late == "late.event"):
+            await self._keep_late(request, rollout_id, attempt, late)
+            raise ConflictError(
+                f"attempt {attempt} of rollout {rollout_id} is over "
+                f"(state {rollout.state}, current attempt {rollout.attempt}); nothing more is accepted for it"
+            )
+        return identity
+
+    def _owner(self, request: Request) -> tuple[RolloutId, int] | None:
+        """The attempt whose key was given; None for the operator's."""
+        key = _given_key(request)
+        if hmac.compare_digest(key.encode(), self._operator_key):
+            return None
+        prefix, _, rest = key.partition("-")
+        number, _, rest = rest.partition("-")
+        signature, _, rollout_id = rest.partition("-")
+        if prefix == "mk" and number.isdecimal() and len(number) < 6 and rollout_id:
+            expected = self._sign(RolloutId(rollout_id), int(number))
+            if hmac.compare_digest(signature.encode(), expected.encode()):
+                return RolloutId(rollout_id), int(number)
+        raise ForbiddenError("the key is not valid here; agents find theirs in OPENAI_API_KEY")
+
+    def _sign(self, rollout_id: RolloutId, attempt: int) -> str:
+        text = f"agent:{attempt}:{rollout_id}".encode()
+        return hmac.new(self._operator_key, text, hashlib.sha256).hexdigest()[:32]
+
+    async def _keep_late(self, request: Request, rollout_id: RolloutId, attempt: int, late: str) -> None:
+        raw = await request.body()
+        try:
+            body = orjson.loads(raw) if len(raw) <= MAX_LATE_BYTES else None
+        except orjson.JSONDecodeError:
+            body = None
+        data = {"path": request.url.path, "num_bytes": len(raw), "body": body}
+        await self._store.add_event(
+            Event(rollout_id=rollout_id, attempt=attempt, event_type=late, data=data, timestamp_s=self._clock())
+        )
+
+
+def operator_key(folder: Path) -> str:
+    """The key of a folder, made at first use in a file of mode 0600."""
+    path = folder / "operator.key"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        draft = folder / f".operator.key.{os.getpid()}"
+        draft.touch(mode=0o600)
+        draft.write_text(f"mo-{secrets.token_urlsafe(32)}\n")
+        try:
+            # Unlike a rename, a link never replaces the key of a process that was faster.
+            os.link(draft, path)
+        except FileExistsError:
+            pass
+        finally:
+            draft.unlink()
+    key = path.read_text().strip()
+    if not key:
+        raise ConfigError(f"{path} is empty; delete it to have a new operator key made")
+    return key
+
+
+def _given_key(request: Request) -> str:
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    candidates = (
+        token.strip() if scheme.lower() == "bearer" else "",
+        request.headers.get("x-api-key", ""),
+        request.headers.get("x-goog-api-key", ""),
+        request.query_params.get("key", ""),
+    )
+    key = next((key for key in candidates if key), None)
+    if key is None:
+        raise ForbiddenError(
+            "no key was given: send it as Authorization: Bearer, x-api-key or x-goog-api-key, or as ?key="
+        )
+    return key
+
+
+def _named_by_path(request: Request, owner: tuple[RolloutId, int] | None) -> tuple[RolloutId, int]:
+    named = request.path_params.get("rollout_id")
+    if named is None:
+        if owner is None:
+            raise ForbiddenError(
+                "the operator key does not say which attempt calls; use the path with the rollout's id"
+            )
+        return owner
+    number = str(request.path_params["attempt"])
+    if not number.isdecimal():
+        raise NotFoundError(f"attempt {number!r} of rollout {named} does not exist; attempts are numbers from 0")
+    path = RolloutId(named), int(number)
+    if owner is not None and owner != path:
+        raise ForbiddenError(f"the key belongs to another attempt than the path, attempt {number} of rollout {named}")
+    return path
