@@ -85,7 +85,7 @@ def build_samples(forest: Forest) -> tuple[Sequence[Sample], Ledger]:
             owner.setdefault(index, end)
     samples = [_sample(forest, end, owner, fates) for end in sorted(ends)]
     samples = [sample for sample in samples if sample.num_trained]
-    sizes = {fate: 0 for fate in Fate}
+    sizes = dict.fromkeys(Fate, 0)
     for call, fate in zip(forest.calls, fates, strict=True):
         sizes[fate] += len(call.response_ids_R)
     in_samples = sum(_num_sampled(forest, sample) for sample in samples)

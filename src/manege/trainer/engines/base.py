@@ -45,7 +45,7 @@ class TrainEngine(Protocol):
     capabilities: Capabilities
 
     def logprobs(self, samples: Sequence[Sample]) -> Sequence[FloatArray]:
-        """Log-probabilities of softmax(logits / temperature) under the present weights, 0 where not trained; (T,) each."""
+        """(T,) each: log-probabilities of softmax(logits / temperature) under the present weights, 0 where not trained."""
         ...
 
     def step(self, batch: Sequence[WeightedSample], objective: Objective) -> Mapping[str, float]:

@@ -1,0 +1,92 @@
+"""Groups of rollouts: ask for them, wait until all their members ended, fetch their calls.
+
+The feed only talks to the gateway through the client. A group is given out when it is complete, in the order of
+completion. Concurrency: one task reads the feed; `start` and `next_group` are called by the same task.
+"""
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from manege.client import Client
+from manege.types import Call, GroupId, Rollout, RolloutId, RolloutSpec, RunId, Task
+
+__all__ = ["Group", "GroupFeed"]
+
+_WAIT_S = 20.0
+"""Long poll: below the idle time-outs of common proxies."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """All rollouts of one task, ended, with the calls of their last attempts."""
+
+    task: Task
+    rollouts: Sequence[Rollout]
+    calls: Sequence[Sequence[Call]]
+    """Parallel to `rollouts`."""
+
+
+class GroupFeed:
+    """Rollouts of one run, asked for and given back group by group."""
+
+    def __init__(self, client: Client, run: RunId, *, cursor: int, reward_from: str, max_attempts: int) -> None:
+        self._client, self._run = client, run
+        self._cursor = cursor
+        self._reward_from, self._max_attempts = reward_from, max_attempts
+        self._open: dict[GroupId, tuple[Task, set[RolloutId], list[Rollout]]] = {}
+        self._complete: list[GroupId] = []
+
+    async def start(self, task: Task, *, size: int, is_train: bool, temperature: float | None) -> None:
+        """Queue one group."""
+        group = GroupId(uuid.uuid4().hex[:12])
+        specs = [
+            RolloutSpec(
+                id=RolloutId(f"{group}-{member}"),
+                run=self._run,
+                task=task,
+                group=group,
+                is_train=is_train,
+                temperature=temperature,
+                reward_from=self._reward_from,
+                max_attempts=self._max_attempts,
+            )
+            for member in range(size)
+        ]
+        self._open[group] = (task, {spec.id for spec in specs}, [])
+        await self._client.create_rollouts(specs)
+
+    @property
+    def num_open(self) -> int:
+        """Groups asked for and not yet given out."""
+        return len(self._open)
+
+    async def next_group(self) -> Group:
+        """The next complete group; waits for it."""
+        while not self._complete:
+            page = await self._client.terminal(run=self._run, after=self._cursor, wait_s=_WAIT_S)
+            self._cursor = page.cursor
+            for rollout in page.rollouts:
+                self._take(rollout)
+        task, _, rollouts = self._open.pop(self._complete.pop(0))
+        rollouts = sorted(rollouts, key=lambda rollout: rollout.spec.id)
+        calls = await self._client.calls([rollout.spec.id for rollout in rollouts])
+        return Group(task=task, rollouts=rollouts, calls=[calls.get(rollout.spec.id, []) for rollout in rollouts])
+
+    async def cancel_open(self) -> None:
+        """Give up what has not ended."""
+        for _, waiting, _ in self._open.values():
+            for rollout_id in waiting:
+                await self._client.cancel(rollout_id)
+        self._open.clear()
+
+    def _take(self, rollout: Rollout) -> None:
+        group = rollout.spec.group
+        if group is None or group not in self._open:
+            return  # of an earlier life of this run
+        _, waiting, ended = self._open[group]
+        if rollout.spec.id in waiting:
+            waiting.remove(rollout.spec.id)
+            ended.append(rollout)
+            if not waiting:
+                self._complete.append(group)

@@ -1,0 +1,52 @@
+"""Success on held-out tasks, with an interval."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from manege.trainer.collect import GroupFeed
+from manege.types import Task
+
+__all__ = ["Evaluation", "evaluate", "wilson"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """One pass over held-out tasks at one temperature."""
+
+    temperature: float
+    num_tasks: int
+    num_success: int
+    reward_mean: float
+    """No verdict counts as 0 here: an evaluation asks what a user would get."""
+
+    @property
+    def success_rate(self) -> float:
+        """Share of tasks solved."""
+        return self.num_success / self.num_tasks
+
+
+async def evaluate(feed: GroupFeed, tasks: Sequence[Task], *, temperature: float, success_reward: float) -> Evaluation:
+    """One rollout per task, in validation mode at a fixed temperature."""
+    for task in tasks:
+        await feed.start(task, size=1, is_train=False, temperature=temperature)
+    rewards = []
+    for _ in tasks:
+        group = await feed.next_group()
+        reward = group.rollouts[0].reward
+        rewards.append(0.0 if reward is None else reward)
+    return Evaluation(
+        temperature=temperature,
+        num_tasks=len(tasks),
+        num_success=sum(reward >= success_reward for reward in rewards),
+        reward_mean=sum(rewards) / len(rewards),
+    )
+
+
+def wilson(num_success: int, num_tasks: int) -> tuple[float, float]:
+    """The 95 % score interval of a share (Wilson 1927); sound near 0 and 1, where the normal one is not."""
+    z = 1.959964
+    share, spread = num_success / num_tasks, z * z / num_tasks
+    middle = (share + spread / 2) / (1 + spread)
+    half = z * math.sqrt(share * (1 - share) / num_tasks + spread / (4 * num_tasks)) / (1 + spread)
+    return max(0.0, middle - half), min(1.0, middle + half)

@@ -1,0 +1,266 @@
+"""The training loop, read top to bottom: evaluate, then collect - credit - update - publish until done, then evaluate.
+
+Order of an update: the gateway holds new calls and lets running ones end, the engine steps, the weights are published
+under the next version, everything resumes; `resume` runs whatever happens. A checkpoint is written between steps only,
+so that a resumed run repeats at most the steps since the last one.
+"""
+
+import asyncio
+import dataclasses
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from manege.client import Client
+from manege.config import RunConfig
+from manege.errors import TrainerError
+from manege.logs import get_logger, kv
+from manege.trainer.batch import Batch, build_batch, diagnose
+from manege.trainer.checkpoint import TrainerState, latest_checkpoint, load_checkpoint, save_checkpoint
+from manege.trainer.collect import Group, GroupFeed
+from manege.trainer.engines.base import TrainEngine
+from manege.trainer.evaluate import evaluate, wilson
+from manege.trainer.metrics import MetricsFile, read_metrics
+from manege.trainer.objective import Objective
+from manege.trainer.plot import plot_curve
+from manege.trainer.schedule import Schedule, SyncSchedule
+from manege.trainer.tasks import load_tasks, task_order
+from manege.types import PolicyVersion, RunId
+
+__all__ = ["Observer", "Trainer"]
+
+_STOP_WINDOW = 3
+"""Steps over which the success rate of `train.stop_success` is averaged."""
+
+_log = get_logger("trainer")
+
+
+class Observer(Protocol):
+    """Who wants to see rows of metrics as they are made."""
+
+    def on_row(self, row: Mapping[str, Any]) -> None:
+        """A step or an evaluation."""
+        ...
+
+    def on_phase(self, phase: str) -> None:
+        """What is going on, for people."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Paths:
+    folder: Path
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    @property
+    def metrics(self) -> Path:
+        return self.folder / "metrics.jsonl"
+
+    @property
+    def model(self) -> Path:
+        return self.folder / "model"
+
+
+class Trainer:
+    """One training. `run` may be cancelled at any time; `resume=True` goes on from the last checkpoint."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        client: Client,
+        engine: TrainEngine,
+        observer: Observer,
+        *,
+        clock: Callable[[], float],
+        resume: bool = False,
+    ) -> None:
+        self._config, self._client, self._engine, self._observer = config, client, engine, observer
+        self._clock, self._resume = clock, resume
+        self._paths = _Paths(config.run_folder)
+        self._run = RunId(config.name)
+        self._metrics = MetricsFile(self._paths.metrics)
+        self._train_tasks = load_tasks(config.tasks, "train", seed=config.seed)
+        self._heldout_tasks = load_tasks(config.tasks, "heldout", seed=config.seed)
+        _check_disjoint(self._train_tasks, self._heldout_tasks)
+        self._version = PolicyVersion(0)
+        self._state = TrainerState(step=0, tasks_taken=0, cursor=0, train_s=0.0, successes=[], finished=False)
+
+    async def run(self) -> Sequence[Mapping[str, Any]]:
+        """Train to the end; returns all rows of metrics."""
+        await self._client.put_run(self._run, self._config.model_dump(mode="json"))
+        await self._restore()
+        feed = GroupFeed(
+            self._client,
+            self._run,
+            cursor=await self._skip_old_rollouts(),
+            reward_from=self._config.scorer.reward_from,
+            max_attempts=self._config.controller.max_attempts,
+        )
+        try:
+            await self._evaluate_all(feed)
+            await self._train(feed)
+            await self._evaluate_all(feed)
+        finally:
+            await asyncio.shield(feed.cancel_open())
+        await asyncio.to_thread(self._engine.export, self._paths.model)
+        rows = read_metrics(self._paths.metrics)
+        plot_curve(rows, self._paths.folder / "curve", title=self._config.name)
+        return rows
+
+    async def _train(self, feed: GroupFeed) -> None:
+        schedule: Schedule = SyncSchedule(feed, lambda: self._start_group(feed), self._config.train.groups)
+        rng = random.Random(f"{self._config.seed}:shuffle:{self._state.step}")
+        while not self._state.finished:
+            self._observer.on_phase("collecting rollouts")
+            started = self._clock()
+            groups = await schedule.next_batch()
+            collected = self._clock()
+            diagnose(groups, self._config.train.max_failed_fraction)
+            batch = build_batch(groups, self._config.credit, success_reward=self._config.scorer.success_reward, rng=rng)
+            self._observer.on_phase("updating the model")
+            update = await self._update(batch)
+            self._finish_step(groups, batch, update, collected - started, self._clock() - collected)
+            await self._checkpoint_if_due()
+            every = self._config.evaluation.every
+            if every and self._state.step % every == 0 and not self._state.finished:
+                interim = self._heldout_tasks[: self._config.evaluation.num_interim]
+                await self._evaluate(feed, self._config.evaluation.temperatures[0], interim)
+
+    async def _start_group(self, feed: GroupFeed) -> None:
+        [index] = task_order(len(self._train_tasks), self._state.tasks_taken, 1, seed=self._config.seed)
+        self._state = dataclasses.replace(self._state, tasks_taken=self._state.tasks_taken + 1)
+        await feed.start(
+            self._train_tasks[index],
+            size=self._config.train.group_size,
+            is_train=True,
+            temperature=self._config.sampling.temperature,
+        )
+
+    async def _update(self, batch: Batch) -> Mapping[str, float]:
+        """One optimiser step and the new weights in service; without a gradient there is nothing to do."""
+        if not batch.samples:
+            _log.info(kv("step skipped: all rewards of every group are equal", step=self._state.step + 1))
+            return {}
+        credit = self._config.credit
+        objective = Objective(clip_low=credit.clip_low, clip_high=credit.clip_high, dual_clip=credit.dual_clip)
+        await self._client.pause()
+        try:
+            metrics = await asyncio.to_thread(self._engine.step, batch.samples, objective)
+            self._version = await self._client.publish(self._engine.publish())
+        finally:
+            await asyncio.shield(self._client.resume())
+        return metrics
+
+    def _finish_step(
+        self,
+        groups: Sequence[Group],
+        batch: Batch,
+        update: Mapping[str, float],
+        collect_s: float,
+        update_s: float,
+    ) -> None:
+        step = self._state.step + 1
+        successes = [*self._state.successes, batch.metrics["success_rate"]]
+        target = self._config.train.stop_success
+        window = successes[-_STOP_WINDOW:]
+        good = target is not None and len(window) == _STOP_WINDOW and sum(window) / _STOP_WINDOW >= target
+        self._state = dataclasses.replace(
+            self._state,
+            step=step,
+            train_s=self._state.train_s + collect_s + update_s,
+            successes=successes,
+            cursor=max(rollout.completion or 0 for group in groups for rollout in group.rollouts),
+            finished=good or step >= self._config.train.steps,
+        )
+        self._emit(
+            {
+                "kind": "step",
+                "step": step,
+                "policy_version": self._version,
+                "train_s": self._state.train_s,
+                "collect_s": collect_s,
+                "update_s": update_s,
+                "tokens_per_s": batch.metrics["sampled_tokens"] / max(collect_s, 1e-9),
+                **batch.metrics,
+                **update,
+            }
+        )
+
+    async def _checkpoint_if_due(self) -> None:
+        if self._state.finished or self._state.step % self._config.train.checkpoint_every == 0:
+            await asyncio.to_thread(save_checkpoint, self._paths.checkpoints, self._engine, self._state)
+
+    async def _evaluate_all(self, feed: GroupFeed) -> None:
+        """At every temperature, unless an earlier life of this run did it at this step."""
+        done = {
+            row["temperature"]
+            for row in read_metrics(self._paths.metrics)
+            if row["kind"] == "evaluation"
+            and row["step"] == self._state.step
+            and row["num_tasks"] == len(self._heldout_tasks)
+        }
+        for temperature in self._config.evaluation.temperatures if self._heldout_tasks else []:
+            if temperature not in done:
+                await self._evaluate(feed, temperature, self._heldout_tasks)
+
+    async def _evaluate(self, feed: GroupFeed, temperature: float, tasks: Sequence[Any]) -> None:
+        name = "greedy" if temperature == 0 else f"at temperature {temperature:g}"
+        self._observer.on_phase(f"evaluating {len(tasks)} held-out tasks, {name}")
+        result = await evaluate(feed, tasks, temperature=temperature, success_reward=self._config.scorer.success_reward)
+        low, high = wilson(result.num_success, result.num_tasks)
+        self._emit(
+            {
+                "kind": "evaluation",
+                "step": self._state.step,
+                "policy_version": self._version,
+                "temperature": temperature,
+                "num_tasks": result.num_tasks,
+                "success_rate": result.success_rate,
+                "low": low,
+                "high": high,
+                "reward_mean": result.reward_mean,
+            }
+        )
+
+    def _emit(self, row: Mapping[str, Any]) -> None:
+        row = {**row, "time_s": self._clock()}
+        self._metrics.write(row)
+        self._observer.on_row(row)
+
+    async def _restore(self) -> None:
+        """Weights of the last checkpoint under a new version; metrics after it are forgotten."""
+        checkpoint = latest_checkpoint(self._paths.checkpoints) if self._resume else None
+        if checkpoint is None:
+            if self._resume:
+                _log.warning(kv("no checkpoint yet, starting from the first step", folder=self._paths.checkpoints))
+            self._metrics.truncate(step=0)
+            return
+        self._state = await asyncio.to_thread(load_checkpoint, checkpoint, self._engine)
+        self._metrics.truncate(step=self._state.step)
+        for row in read_metrics(self._paths.metrics):
+            self._observer.on_row(row)
+        await self._client.pause()
+        try:
+            self._version = await self._client.publish(self._engine.publish())
+        finally:
+            await asyncio.shield(self._client.resume())
+
+    async def _skip_old_rollouts(self) -> int:
+        """Cancel what an earlier life of this run left open; returns the end of the terminal feed."""
+        for rollout in await self._client.open_rollouts(self._run):
+            await self._client.cancel(rollout.spec.id)
+        cursor = self._state.cursor
+        while (page := await self._client.terminal(run=self._run, after=cursor)).rollouts:
+            cursor = page.cursor
+        return cursor
+
+
+def _check_disjoint(train: Sequence[Any], heldout: Sequence[Any]) -> None:
+    both = {task.id for task in train} & {task.id for task in heldout}
+    if both:
+        raise TrainerError(f"{len(both)} tasks are both in train and held-out, for example {sorted(both)[0]!r}")

@@ -1,0 +1,84 @@
+"""The metrics of a run: one table of names, one JSONL file.
+
+A name that is not in the table cannot be written; docs/reference/metrics.md is generated from it.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["METRICS", "MetricsFile", "read_metrics"]
+
+METRICS: Mapping[str, str] = {
+    "kind": "`step` or `evaluation`",
+    "step": "optimiser steps done, from 1 on; of an evaluation: steps before it",
+    "policy_version": "version that sampled (evaluation) or was published (step)",
+    "time_s": "seconds since the epoch",
+    "train_s": "seconds of training so far, evaluations apart",
+    "collect_s": "seconds from asking for the step's rollouts to the last of them",
+    "update_s": "seconds of the optimiser step, with pausing and publishing",
+    "reward_mean": "mean reward of the rollouts that have one",
+    "success_rate": "share of rollouts whose reward reaches scorer.success_reward",
+    "temperature": "sampling temperature of an evaluation; 0 is greedy",
+    "num_tasks": "held-out tasks of an evaluation",
+    "low": "lower end of the 95 % interval of success_rate (Wilson)",
+    "high": "upper end of the 95 % interval of success_rate (Wilson)",
+    "num_rollouts": "rollouts of the step",
+    "num_verdicts": "rollouts with a reward that counts",
+    "num_calls": "model calls",
+    "num_samples": "samples built from the calls",
+    "samples_per_rollout": "samples per rollout that has any; 1.0 for a linear agent",
+    "sampled_tokens": "tokens that the engine sampled for the step's rollouts",
+    "tokens_per_s": "sampled tokens per second of collection",
+    "informative_groups": "groups whose rewards differ",
+    "loss": "value of the loss",
+    "grad_norm": "norm of the gradient before clipping",
+    "learning_rate": "of this step",
+    "trained_tokens": "tokens in the loss",
+    "dead_tokens": "sampled tokens of answers that never reached the agent",
+    "excluded_tokens": "sampled tokens left out for another reason",
+    "unique_tokens": "tokens computed by the update; shared prefixes count once",
+    "total_tokens": "tokens of all samples of the update",
+    "clip_fraction": "share of trained tokens whose gradient the clip removed",
+    "entropy": "mean of minus the recorded log-probability: an estimate of the policy's entropy, in nats",
+    "gap_mean": "mean absolute difference of trainer and sampler log-probabilities",
+    "gap_max": "largest such difference",
+}
+
+
+class MetricsFile:
+    """Appends one JSON object per line."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Unknown names are a bug of ours."""
+        unknown = set(row) - set(METRICS)
+        assert not unknown, f"metrics that are not in the table: {sorted(unknown)}"
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(dict(row)) + "\n")
+
+    def truncate(self, *, step: int) -> None:
+        """Forget rows after this step: a resumed run makes them again."""
+        if not self._path.exists():
+            return
+        kept = [row for row in read_metrics(self._path) if row["step"] <= step]
+        partial = self._path.with_suffix(".partial")
+        partial.write_text("".join(json.dumps(dict(row)) + "\n" for row in kept), encoding="utf-8")
+        partial.replace(self._path)
+
+
+def read_metrics(path: Path) -> Sequence[Mapping[str, Any]]:
+    """All complete lines; a last line cut by a crash is left out."""
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows
