@@ -1,1 +1,1 @@
-
+"""Agents, tasks and scorers that are ready to train."""

@@ -34,8 +34,6 @@ class TrainerState:
     """Seconds of training so far, evaluations apart."""
     successes: Sequence[float]
     """Success rates of the steps, for early stopping."""
-    finished: bool
-    """No step is left; only the last evaluation may be."""
 
 
 def save_checkpoint(folder: Path, engine: TrainEngine, state: TrainerState) -> Path:
@@ -55,7 +53,7 @@ def save_checkpoint(folder: Path, engine: TrainEngine, state: TrainerState) -> P
     except OSError as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise TrainerError(
-            f"checkpoint {target} cannot be written: {error}; free space or choose another folder=, then go on with --resume"
+            f"checkpoint {target} cannot be written: {error}; free some space, then go on with --resume"
         ) from error
     for old in sorted(folder.glob("step-*"))[:-_NUM_KEPT]:
         shutil.rmtree(old)

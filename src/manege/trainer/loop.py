@@ -88,7 +88,7 @@ class Trainer:
         self._heldout_tasks = load_tasks(config.tasks, "heldout", seed=config.seed)
         _check_disjoint(self._train_tasks, self._heldout_tasks)
         self._version = PolicyVersion(0)
-        self._state = TrainerState(step=0, tasks_taken=0, cursor=0, train_s=0.0, successes=[], finished=False)
+        self._state = TrainerState(step=0, tasks_taken=0, cursor=0, train_s=0.0, successes=[])
 
     async def run(self) -> Sequence[Mapping[str, Any]]:
         """Train to the end; returns all rows of metrics."""
@@ -102,7 +102,8 @@ class Trainer:
             max_attempts=self._config.controller.max_attempts,
         )
         try:
-            await self._evaluate_all(feed)
+            if self._state.step == 0:
+                await self._evaluate_all(feed)
             await self._train(feed)
             await self._evaluate_all(feed)
         finally:
@@ -115,7 +116,7 @@ class Trainer:
     async def _train(self, feed: GroupFeed) -> None:
         schedule: Schedule = SyncSchedule(feed, lambda: self._start_group(feed), self._config.train.groups)
         rng = random.Random(f"{self._config.seed}:shuffle:{self._state.step}")
-        while not self._state.finished:
+        while not self._finished():
             self._observer.on_phase("collecting rollouts")
             started = self._clock()
             groups = await schedule.next_batch()
@@ -127,7 +128,7 @@ class Trainer:
             self._finish_step(groups, batch, update, collected - started, self._clock() - collected)
             await self._checkpoint_if_due()
             every = self._config.evaluation.every
-            if every and self._state.step % every == 0 and not self._state.finished:
+            if every and self._state.step % every == 0 and not self._finished():
                 interim = self._heldout_tasks[: self._config.evaluation.num_interim]
                 await self._evaluate(feed, self._config.evaluation.temperatures[0], interim)
 
@@ -166,16 +167,12 @@ class Trainer:
     ) -> None:
         step = self._state.step + 1
         successes = [*self._state.successes, batch.metrics["success_rate"]]
-        target = self._config.train.stop_success
-        window = successes[-_STOP_WINDOW:]
-        good = target is not None and len(window) == _STOP_WINDOW and sum(window) / _STOP_WINDOW >= target
         self._state = dataclasses.replace(
             self._state,
             step=step,
             train_s=self._state.train_s + collect_s + update_s,
             successes=successes,
             cursor=max(rollout.completion or 0 for group in groups for rollout in group.rollouts),
-            finished=good or step >= self._config.train.steps,
         )
         self._emit(
             {
@@ -191,8 +188,14 @@ class Trainer:
             }
         )
 
+    def _finished(self) -> bool:
+        """All steps done, or good enough for some steps in a row."""
+        target, window = self._config.train.stop_success, self._state.successes[-_STOP_WINDOW:]
+        good = target is not None and len(window) == _STOP_WINDOW and sum(window) / _STOP_WINDOW >= target
+        return good or self._state.step >= self._config.train.steps
+
     async def _checkpoint_if_due(self) -> None:
-        if self._state.finished or self._state.step % self._config.train.checkpoint_every == 0:
+        if self._finished() or self._state.step % self._config.train.checkpoint_every == 0:
             await asyncio.to_thread(save_checkpoint, self._paths.checkpoints, self._engine, self._state)
 
     async def _evaluate_all(self, feed: GroupFeed) -> None:

@@ -1,1 +1,1 @@
-
+"""finder: an agent with a shell follows pointers from file to file and reports a value."""

@@ -45,7 +45,7 @@ class TrainEngine(Protocol):
     capabilities: Capabilities
 
     def logprobs(self, samples: Sequence[Sample]) -> Sequence[FloatArray]:
-        """(T,) each: log-probabilities of softmax(logits / temperature) under the present weights, 0 where not trained."""
+        """(T,) each: log-probabilities at the sample's temperature under the present weights; 0 where not trained."""
         ...
 
     def step(self, batch: Sequence[WeightedSample], objective: Objective) -> Mapping[str, float]:
