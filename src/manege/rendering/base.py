@@ -57,8 +57,10 @@ class Renderer(Protocol):
         """Ids to append to `prompt_ids + response_ids`; `history` includes the assistant message of the response."""
         ...
 
-    def parse(self, response_ids: Sequence[int]) -> ParsedReply:
-        """Never raises: text that is not a well-formed tool call is content."""
+    def parse(
+        self, response_ids: Sequence[int], *, prompt_ids: Sequence[int] = (), tools: Sequence[JsonObject] = ()
+    ) -> ParsedReply:
+        """Never raises: text that is not a well-formed tool call, or any text when there are no tools, is content."""
         ...
 
     def encode(self, text: str) -> list[int]:

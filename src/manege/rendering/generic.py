@@ -1,0 +1,108 @@
+"""Any model with a Jinja chat template and a `tokenizers` tokenizer.
+
+The bridge to the next turn is read off the template itself. With the last answer replaced by a mark, the template is
+rendered for the old prompt and for the new one:
+
+    old   <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n
+    new   <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nMARK<|im_end|>\\n<|im_start|>user\\nGo on<|im_end|>\\n...
+
+If `new` does not start with `old`, or a mark is gone, the template rewrites earlier turns and there is no bridge. Else
+what follows the answer is the text from the first end-of-turn token after `old`; its ids are appended to the sampled
+ones, without the end-of-turn token where the model sampled one itself. Sampled ids are never derived from text.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from tokenizers import Tokenizer
+
+from manege.errors import ModelError
+from manege.rendering.base import ParsedReply
+from manege.rendering.parse import MARKERS, parse_text
+from manege.rendering.template import ChatTemplate
+from manege.types import JsonObject
+
+__all__ = ["GenericRenderer"]
+
+# Letters only: templates trim white space and split at tags.
+_MARK = "maNegeContentMark"
+_THOUGHT_MARK = "maNegeThoughtMark"
+
+
+class GenericRenderer:
+    """See `rendering.base.Renderer`."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        chat_template: str,
+        *,
+        special_tokens: Mapping[str, str],
+        eos_ids: Sequence[int],
+    ) -> None:
+        """`eos_ids`: what the model's configuration calls end of sequence. Raises ModelError."""
+        self._tokenizer = tokenizer
+        self._template = ChatTemplate(chat_template, special_tokens)
+        special = {
+            index: token.content for index, token in tokenizer.get_added_tokens_decoder().items() if token.special
+        }
+        self._hidden_ids = frozenset(index for index, content in special.items() if content not in MARKERS)
+        self._closers = self._find_closers(special, eos_ids)
+        self.stop_ids = frozenset(eos_ids) | frozenset(self._closers.values())
+        if not self.stop_ids:
+            raise ModelError("the model has no end-of-turn token: neither its chat template nor its config names one")
+
+    def render(self, messages: Sequence[JsonObject], tools: Sequence[JsonObject]) -> list[int]:
+        return self.encode(self._template.text(messages, tools))
+
+    def bridge(
+        self,
+        history: Sequence[JsonObject],
+        prompt_ids: Sequence[int],
+        response_ids: Sequence[int],
+        new_messages: Sequence[JsonObject],
+        tools: Sequence[JsonObject],
+    ) -> list[int] | None:
+        *before, answer = history
+        old = self._template.text(before, tools)
+        new = self._template.text([*before, _marked(answer), *new_messages], tools)
+        if not new.startswith(old):
+            return None
+        rest = new[len(old) :]
+        position, closer = min(((rest.find(text), text) for text in self._closers if text in rest), default=(-1, ""))
+        if position < 0 or (answer.get("reasoning_content") and _THOUGHT_MARK not in rest[:position]):
+            return None
+        # Encoded from the closing token on: what stands behind a special token does not depend on what is before it.
+        ids = self.encode(rest[position:])
+        assert ids[0] == self._closers[closer]
+        return ids[1:] if response_ids and response_ids[-1] in self.stop_ids else ids
+
+    def parse(
+        self, response_ids: Sequence[int], *, prompt_ids: Sequence[int] = (), tools: Sequence[JsonObject] = ()
+    ) -> ParsedReply:
+        visible = [index for index in response_ids if index not in self._hidden_ids]
+        return parse_text(self._tokenizer.decode(visible, skip_special_tokens=False), with_tools=bool(tools))
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+
+    def _find_closers(self, special: Mapping[int, str], eos_ids: Sequence[int]) -> dict[str, int]:
+        """Text and id of the tokens that may close an assistant turn: the one after a short answer, and the eos."""
+        turn = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": _MARK}]
+        after = self.encode(self._template.text(turn, (), answer=False).partition(_MARK)[2])
+        ids = {*eos_ids, *after[:1]}
+        return {special[index]: index for index in ids if index in special}
+
+
+def _marked(answer: JsonObject) -> JsonObject:
+    """The answer with its text replaced, its calls kept by name and id: tool results may refer to them."""
+    marked: dict[str, object] = {**answer, "content": _MARK}
+    if answer.get("reasoning_content"):
+        marked["reasoning_content"] = _THOUGHT_MARK
+    if answer.get("tool_calls"):
+        marked["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": "{}"}} for call in answer["tool_calls"]
+        ]
+    return marked
