@@ -3,6 +3,7 @@
 Train and held-out tasks never share a value: the last digit of the value decides the split.
 """
 
+import itertools
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,7 +42,7 @@ def _task(rng: random.Random, split: str, hops: Sequence[int]) -> Task:
     value = str(rng.randint(100, 999))
     while (value[-1] in HELDOUT_DIGITS) != (split == "heldout"):
         value = str(rng.randint(100, 999))
-    files = {name: f"moved to {after}" for name, after in zip(chain, chain[1:], strict=False)}
+    files = {name: f"moved to {after}" for name, after in itertools.pairwise(chain)}
     files[chain[-1]] = f"{target}={value}"
     return Task(
         id=f"{target}-{value}-{'-'.join(name.removesuffix('.txt') for name in chain)}",
