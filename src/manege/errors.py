@@ -22,6 +22,7 @@ __all__ = [
     "StoreError",
     "TrainerError",
     "UnavailableError",
+    "UnprocessableError",
 ]
 
 
@@ -56,6 +57,12 @@ class ContextOverflowError(ProtocolError):
     """The prompt and the requested answer do not fit the model's context."""
 
     code = "context_length_exceeded"
+
+
+class UnprocessableError(ManegeError, ValueError):
+    """A body of our own API with a missing field or an impossible value, for example a reward that is not a number."""
+
+    status, code = 422, "unprocessable"
 
 
 class ForbiddenError(ManegeError):

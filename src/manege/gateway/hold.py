@@ -56,7 +56,8 @@ class Gate:
 
     async def pause(self, drain_s: float | None) -> None:
         """Hold new calls, let those in flight end for at most `drain_s`, then pause the engine. With None, only hold:
-        the caller watches the calls in flight (Agent Lightning's trainer). Raises ConflictError when resumed meanwhile."""
+        the caller watches the calls in flight (Agent Lightning's trainer). Raises ConflictError if resumed meanwhile.
+        """
         self.paused = True
         self._open.clear()
         if drain_s is None:

@@ -86,6 +86,11 @@ class Store(Protocol):
         infra_error instead."""
         ...
 
+    async def start(self, rollout_id: RolloutId, *, evidence: JsonObject) -> Rollout:
+        """queuing -> running without a lease, for a controller that has none (Agent Lightning's).
+        Raises ConflictError."""
+        ...
+
     async def renew(self, *, controller: str, rollout_ids: Sequence[RolloutId], lease_s: float) -> Sequence[RolloutId]:
         """Prolong leases; returns those that this controller has lost (cancelled, taken over or deleted)."""
         ...

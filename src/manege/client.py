@@ -1,0 +1,192 @@
+"""The typed client of the gateway's own API, for controllers and trainers.
+
+What flows: dataclasses of the glossary, as JSON; calls with their arrays in base64 (`store/codec.py`). The gateway's
+errors come back as the classes of `errors.py`, by their `code`. Connection errors and 503 (UnavailableError, StoreError)
+are tried again, a bounded number of times with jitter; nothing else is. A write that was carried out although its answer was lost is then sent
+twice: creation is idempotent by id, `finish` answers ConflictError, and a claim whose answer was lost comes back when
+its lease runs out.
+"""
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import httpx
+import orjson
+from pydantic import TypeAdapter
+
+from manege import errors
+from manege.engine.base import Weights
+from manege.errors import ManegeError, StoreError, UnavailableError
+from manege.store.base import Run, TerminalPage
+from manege.store.codec import ROLLOUT, ROLLOUTS, RUN, TERMINAL_PAGE, decode_call
+from manege.types import Call, JsonObject, Outcome, PolicyVersion, Rollout, RolloutId, RolloutSpec, RunId
+
+__all__ = ["CLAIMS", "Claim", "Client"]
+
+NUM_TRIES = 6
+"""With delays of about 0.1, 0.2, 0.4, 0.8 and 1.6 s: a gateway that restarts is back by then."""
+TIMEOUT_S = 60.0
+"""For an answer, beside the time that the gateway was asked to wait."""
+CALLS_PER_REQUEST = 64
+"""Rollouts whose calls are fetched at once: bounds the size of one answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """An attempt that a controller shall carry out."""
+
+    rollout: Rollout
+    agent_key: str
+    """Good for the model calls and events of this attempt."""
+
+
+CLAIMS = TypeAdapter(list[Claim])
+
+_ERRORS: dict[str, type[ManegeError]] = {
+    cls.code: cls for cls in vars(errors).values() if isinstance(cls, type) and issubclass(cls, ManegeError)
+}
+
+
+class Client:
+    """One gateway, seen by a holder of its operator key."""
+
+    def __init__(self, base_url: str, key: str) -> None:
+        self._url = base_url
+        self._http = httpx.AsyncClient(
+            base_url=base_url,
+            headers={"authorization": f"Bearer {key}"},
+            timeout=TIMEOUT_S,
+            # Long polls hold a connection each.
+            limits=httpx.Limits(max_connections=None),
+            # Proxies of the environment are for the outside.
+            trust_env=False,
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Close the connections. Safe to repeat."""
+        await self._http.aclose()
+
+    async def put_run(self, run_id: RunId, config: JsonObject) -> Run:
+        """Create a run or replace its config."""
+        return RUN.validate_json(await self._send("PUT", f"/api/runs/{run_id}", {"config": config}))
+
+    async def get_run(self, run_id: RunId) -> Run:
+        """Raises NotFoundError."""
+        return RUN.validate_json(await self._send("GET", f"/api/runs/{run_id}"))
+
+    async def create_rollouts(self, specs: Sequence[RolloutSpec]) -> list[Rollout]:
+        """Queue rollouts; those that exist already are returned as they are."""
+        return ROLLOUTS.validate_json(await self._send("POST", "/api/rollouts/batch", list(specs)))
+
+    async def get_rollout(self, rollout_id: RolloutId) -> Rollout:
+        """Raises NotFoundError."""
+        return ROLLOUT.validate_json(await self._send("GET", f"/api/rollouts/{rollout_id}?format=manege"))
+
+    async def terminal(self, *, run: RunId | None, after: int, limit: int = 256, wait_s: float = 0) -> TerminalPage:
+        """Rollouts that ended after the cursor `after`; with none yet, the answer waits up to `wait_s`."""
+        query = {"format": "manege", "after": after, "limit": limit, "wait_s": wait_s, **({"run": run} if run else {})}
+        page = await self._send("GET", f"/api/rollouts/terminal?{httpx.QueryParams(query)}", wait_s=wait_s)
+        return TERMINAL_PAGE.validate_json(page)
+
+    async def claim(self, *, controller: str, limit: int, lease_s: float, wait_s: float = 0) -> list[Claim]:
+        """Take rollouts to carry out; with none queued, the answer waits up to `wait_s`."""
+        body = {"controller": controller, "limit": limit, "lease_s": lease_s, "wait_s": wait_s}
+        return CLAIMS.validate_json(await self._send("POST", "/api/leases", body, wait_s=wait_s))
+
+    async def renew(self, *, controller: str, rollout_ids: Sequence[RolloutId], lease_s: float) -> list[RolloutId]:
+        """Prolong leases; returns those that were lost."""
+        body = {"controller": controller, "rollout_ids": list(rollout_ids), "lease_s": lease_s}
+        return orjson.loads(await self._send("POST", "/api/leases/renew", body))["lost"]
+
+    async def finish(
+        self,
+        rollout_id: RolloutId,
+        attempt: int,
+        *,
+        outcome: Outcome,
+        reward: float | None,
+        message: str | None,
+        evidence: JsonObject,
+    ) -> Rollout:
+        """End an attempt. Raises ConflictError when it is over already."""
+        body = {"outcome": outcome, "reward": reward, "message": message, "evidence": evidence}
+        path = f"/api/rollouts/{rollout_id}/attempt/{attempt}/finish"
+        return ROLLOUT.validate_json(await self._send("POST", path, body))
+
+    async def cancel(self, rollout_id: RolloutId) -> Rollout:
+        """End a rollout at once; a terminal one is returned as it is."""
+        return ROLLOUT.validate_json(await self._send("POST", f"/api/rollouts/{rollout_id}/cancel"))
+
+    async def calls(self, rollout_ids: Sequence[RolloutId]) -> dict[RolloutId, list[Call]]:
+        """The calls of the last attempt of each rollout, in the order in which they were answered."""
+        found: dict[RolloutId, list[Call]] = {}
+        for first in range(0, len(rollout_ids), CALLS_PER_REQUEST):
+            body = {"rollout_ids": list(rollout_ids[first : first + CALLS_PER_REQUEST])}
+            answer = orjson.loads(await self._send("POST", "/api/calls", body))
+            found |= {RolloutId(key): [decode_call(call) for call in calls] for key, calls in answer["calls"].items()}
+        return found
+
+    async def add_event(self, rollout_id: RolloutId, attempt: int, event_type: str, data: JsonObject) -> None:
+        """Append to a rollout's log."""
+        body = {"event_type": event_type, "data": data}
+        await self._send("POST", f"/api/rollouts/{rollout_id}/attempt/{attempt}/events", body)
+
+    async def pause(self, *, drain_s: float = 600) -> None:
+        """Hold new model calls, let those in flight end for at most `drain_s`, pause the engine."""
+        await self._send("POST", "/proxy/pause", {"drain_s": drain_s}, wait_s=drain_s)
+
+    async def resume(self) -> None:
+        """Let everything go on. Safe to call when not paused."""
+        await self._send("POST", "/proxy/resume", {})
+
+    async def publish(self, weights: Weights) -> PolicyVersion:
+        """Give the engine new weights under a new version. Raises ConflictError unless paused."""
+        return PolicyVersion(orjson.loads(await self._send("POST", "/proxy/weights", weights))["version"])
+
+    async def state(self) -> dict[str, Any]:
+        """Whether the gateway is paused, its calls in flight and held, and the policy version."""
+        return orjson.loads(await self._send("GET", "/proxy/state"))
+
+    async def _send(self, method: str, path: str, body: Any = None, *, wait_s: float = 0) -> bytes:
+        content = None if body is None else orjson.dumps(body)
+        delay_s = 0.1
+        for _ in range(NUM_TRIES - 1):
+            try:
+                return await self._send_once(method, path, content, wait_s)
+            except (UnavailableError, StoreError):
+                await asyncio.sleep(delay_s * random.uniform(0.75, 1.25))
+                delay_s *= 2
+        return await self._send_once(method, path, content, wait_s)
+
+    async def _send_once(self, method: str, path: str, content: bytes | None, wait_s: float) -> bytes:
+        try:
+            response = await self._http.request(method, path, content=content, timeout=TIMEOUT_S + wait_s)
+        except httpx.TransportError as error:
+            raise UnavailableError(
+                f"{method} {self._url}{path} failed ({type(error).__name__}: {error}); is the gateway running?"
+            ) from error
+        if not response.is_success:
+            raise _failure(response)
+        return response.content
+
+
+def _failure(response: httpx.Response) -> ManegeError:
+    """The gateway's error object as our exception."""
+    try:
+        error = orjson.loads(response.content)["error"]
+        return _ERRORS.get(error["code"], ManegeError)(error["message"])
+    except (orjson.JSONDecodeError, KeyError, TypeError):
+        request = response.request
+        return ManegeError(
+            f"{request.method} {request.url} answered {response.status_code} without our error object; "
+            "is this the address of a manege gateway?"
+        )

@@ -1,0 +1,271 @@
+"""Rollouts in the database: rows to types, and the rules of their states.
+
+Every function runs inside a transaction of the one writer (or of a reader, for reads), so a check and the write that
+follows it cannot be separated. A rollout becomes terminal in `_end` only, which takes the next number of the order of
+completion in the same transaction: numbers become visible in their order, so the terminal feed misses nothing.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+from sqlalchemy import Connection, Row, Select, and_, delete, insert, select, update
+
+from manege.errors import ConflictError, NotFoundError
+from manege.store.codec import SPEC, dumps
+from manege.store.tables import calls, counters, events, rollouts
+from manege.types import TERMINAL, TRANSITIONS, JsonObject, Outcome, Rollout, RolloutId, RolloutSpec, RolloutState
+
+__all__ = [
+    "cancel",
+    "claim",
+    "count_up",
+    "create",
+    "finish",
+    "get",
+    "grant_leases",
+    "query",
+    "remove",
+    "renew",
+    "start",
+]
+
+
+def to_rollout(row: Row[Any]) -> Rollout:
+    """A row of the table as the glossary's type."""
+    return Rollout(
+        spec=SPEC.validate_json(row.spec),
+        state=RolloutState(row.state),
+        attempt=row.attempt,
+        outcome=Outcome(row.outcome) if row.outcome else None,
+        reward=row.reward,
+        message=row.message,
+        evidence=orjson.loads(row.evidence),
+        created_s=row.created_s,
+        started_s=row.started_s,
+        ended_s=row.ended_s,
+        completion=row.completion,
+    )
+
+
+def query(connection: Connection, statement: Select[Any]) -> list[Rollout]:
+    """The rollouts that a select of the table finds."""
+    return [to_rollout(row) for row in connection.execute(statement)]
+
+
+def get(connection: Connection, rollout_id: RolloutId) -> Rollout:
+    """Raises NotFoundError."""
+    found = query(connection, select(rollouts).where(rollouts.c.id == rollout_id))
+    if not found:
+        raise NotFoundError(f"rollout {rollout_id!r} does not exist; it was never created or has been deleted")
+    return found[0]
+
+
+def create(connection: Connection, specs: Sequence[RolloutSpec], now_s: float) -> list[Rollout]:
+    """Queue rollouts; an id that exists already is returned as it is."""
+    created: list[Rollout] = []
+    for spec in specs:
+        known = query(connection, select(rollouts).where(rollouts.c.id == spec.id))
+        if not known:
+            connection.execute(
+                insert(rollouts).values(
+                    id=spec.id,
+                    run=spec.run,
+                    spec=dumps(spec),
+                    state=RolloutState.QUEUING,
+                    attempt=0,
+                    evidence="{}",
+                    created_s=now_s,
+                )
+            )
+        created.append(
+            known[0] if known else Rollout(spec=spec, state=RolloutState.QUEUING, attempt=0, created_s=now_s)
+        )
+    return created
+
+
+def claim(connection: Connection, controller: str, limit: int, lease_s: float, now_s: float) -> list[Rollout]:
+    """Queued rollouts and those whose lease ran out, oldest first, now running under this controller's lease."""
+    expired = and_(rollouts.c.state == RolloutState.RUNNING, rollouts.c.lease_until_s < now_s)
+    for lost in query(connection, select(rollouts).where(expired).order_by(rollouts.c.seq)):
+        message = f"attempt {lost.attempt} was lost: its controller stopped renewing the lease"
+        _end_attempt(connection, lost, Outcome.INFRA_ERROR, None, message, lost.evidence, now_s)
+    queued = select(rollouts).where(rollouts.c.state == RolloutState.QUEUING).order_by(rollouts.c.seq).limit(limit)
+    taken = query(connection, queued)
+    for rollout in taken:
+        _start(connection, rollout.spec.id, now_s, controller=controller, lease_s=lease_s)
+    return [get(connection, rollout.spec.id) for rollout in taken]
+
+
+def start(connection: Connection, rollout_id: RolloutId, evidence: JsonObject, now_s: float) -> Rollout:
+    """queuing -> running without a lease, for a controller that has none. Raises ConflictError."""
+    rollout = get(connection, rollout_id)
+    if rollout.state is not RolloutState.QUEUING:
+        raise _refused(rollout, RolloutState.RUNNING)
+    _start(connection, rollout_id, now_s, controller=None, lease_s=None)
+    _set(connection, rollout_id, evidence=dumps({**rollout.evidence, **evidence}))
+    return get(connection, rollout_id)
+
+
+def renew(
+    connection: Connection, controller: str, rollout_ids: Sequence[RolloutId], lease_s: float, now_s: float
+) -> list[RolloutId]:
+    """Prolong leases; returns those that are not this controller's any more."""
+    lost: list[RolloutId] = []
+    for rollout_id in rollout_ids:
+        prolonged = connection.execute(
+            update(rollouts)
+            .where(rollouts.c.id == rollout_id)
+            .where(rollouts.c.state == RolloutState.RUNNING, rollouts.c.controller == controller)
+            .values(lease_until_s=now_s + lease_s, lease_s=lease_s)
+        )
+        if prolonged.rowcount == 0:
+            lost.append(rollout_id)
+    return lost
+
+
+def grant_leases(connection: Connection, now_s: float) -> None:
+    """After a restart of ours: controllers could not renew while we were away, so every lease starts anew."""
+    connection.execute(
+        update(rollouts)
+        .where(rollouts.c.state == RolloutState.RUNNING, rollouts.c.lease_s.is_not(None))
+        .values(lease_until_s=now_s + rollouts.c.lease_s)
+    )
+
+
+def finish(
+    connection: Connection,
+    rollout_id: RolloutId,
+    attempt: int,
+    outcome: Outcome,
+    reward: float | None,
+    message: str | None,
+    evidence: JsonObject,
+    now_s: float,
+) -> Rollout:
+    """End the current attempt. Raises ConflictError for another attempt or a terminal rollout."""
+    rollout = get(connection, rollout_id)
+    if rollout.attempt != attempt:
+        raise ConflictError(f"attempt {attempt} of rollout {rollout_id} is over; the current one is {rollout.attempt}")
+    _end_attempt(connection, rollout, outcome, reward, message, {**rollout.evidence, **evidence}, now_s)
+    return get(connection, rollout_id)
+
+
+def cancel(connection: Connection, rollout_id: RolloutId, now_s: float) -> Rollout:
+    """Terminal at once; a terminal rollout stays as it is."""
+    rollout = get(connection, rollout_id)
+    if rollout.state not in TERMINAL:
+        _end(connection, rollout, Outcome.CANCELLED, None, "cancelled", rollout.evidence, now_s)
+    return get(connection, rollout_id)
+
+
+def remove(connection: Connection, rollout_id: RolloutId) -> None:
+    """Delete a rollout with its calls and events. Raises NotFoundError."""
+    get(connection, rollout_id)
+    connection.execute(delete(calls).where(calls.c.rollout_id == rollout_id))
+    connection.execute(delete(events).where(events.c.rollout_id == rollout_id))
+    connection.execute(delete(rollouts).where(rollouts.c.id == rollout_id))
+
+
+def count_up(connection: Connection, name: str) -> int:
+    """The next number of a counter that only grows."""
+    value = connection.execute(select(counters.c.value).where(counters.c.name == name)).scalar_one() + 1
+    connection.execute(update(counters).where(counters.c.name == name).values(value=value))
+    return value
+
+
+def _start(
+    connection: Connection, rollout_id: RolloutId, now_s: float, *, controller: str | None, lease_s: float | None
+) -> None:
+    _set(
+        connection,
+        rollout_id,
+        state=RolloutState.RUNNING,
+        started_s=now_s,
+        controller=controller,
+        lease_s=lease_s,
+        lease_until_s=None if lease_s is None else now_s + lease_s,
+    )
+
+
+def _end_attempt(
+    connection: Connection,
+    rollout: Rollout,
+    outcome: Outcome,
+    reward: float | None,
+    message: str | None,
+    evidence: JsonObject,
+    now_s: float,
+) -> None:
+    """Another attempt after an infrastructure failure, if one is left; else the end of the rollout."""
+    if (
+        outcome is Outcome.INFRA_ERROR
+        and rollout.state is RolloutState.RUNNING
+        and rollout.attempt + 1 < rollout.spec.max_attempts
+    ):
+        _set(
+            connection,
+            rollout.spec.id,
+            state=RolloutState.QUEUING,
+            attempt=rollout.attempt + 1,
+            message=message,
+            evidence=dumps(evidence),
+            controller=None,
+            lease_s=None,
+            lease_until_s=None,
+        )
+    else:
+        _end(connection, rollout, outcome, reward, message, evidence, now_s)
+
+
+def _end(
+    connection: Connection,
+    rollout: Rollout,
+    outcome: Outcome,
+    reward: float | None,
+    message: str | None,
+    evidence: JsonObject,
+    now_s: float,
+) -> None:
+    if outcome.state not in TRANSITIONS[rollout.state]:
+        raise _refused(rollout, outcome.state)
+    if reward is None and outcome.counts and rollout.spec.reward_from == "agent":
+        reward = _posted_reward(connection, rollout)
+    if reward is None:
+        reward = outcome.default_reward
+    assert reward is None or math.isfinite(reward)
+    _set(
+        connection,
+        rollout.spec.id,
+        state=outcome.state,
+        outcome=outcome,
+        reward=reward,
+        message=message,
+        evidence=dumps(evidence),
+        ended_s=now_s,
+        completion=count_up(connection, "completion"),
+        controller=None,
+        lease_s=None,
+        lease_until_s=None,
+    )
+
+
+def _posted_reward(connection: Connection, rollout: Rollout) -> float | None:
+    """The last `reward` event of the current attempt."""
+    last = connection.execute(
+        select(events.c.data)
+        .where(events.c.rollout_id == rollout.spec.id, events.c.attempt == rollout.attempt)
+        .where(events.c.event_type == "reward")
+        .order_by(events.c.seq.desc())
+        .limit(1)
+    ).scalar()
+    return None if last is None else orjson.loads(last).get("value")
+
+
+def _set(connection: Connection, rollout_id: RolloutId, **values: Any) -> None:
+    connection.execute(update(rollouts).where(rollouts.c.id == rollout_id).values(**values))
+
+
+def _refused(rollout: Rollout, state: RolloutState) -> ConflictError:
+    return ConflictError(f"rollout {rollout.spec.id} is {rollout.state} and cannot become {state}")

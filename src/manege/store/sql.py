@@ -1,0 +1,264 @@
+"""The store on a database, through SQLAlchemy Core: SQLite in WAL mode, one writer, readers beside it.
+
+Writes go through the writer (`writer.py`) and return when they are durable; reads run on their own connections in
+threads and see committed data only. The rules of the states are in `rollouts.py`, the form of calls in `calls.py`,
+what only one database knows in `dialect.py`.
+"""
+
+import asyncio
+import sqlite3
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+import orjson
+from sqlalchemy import Connection, Engine, func, insert, inspect, select, update
+from sqlalchemy.exc import DBAPIError
+
+from manege.errors import ConfigError, ManegeError, NotFoundError
+from manege.store import calls, rollouts, tables
+from manege.store.base import Run, TerminalPage
+from manege.store.codec import dumps
+from manege.store.dialect import explain, open_engine
+from manege.store.writer import Writer
+from manege.types import (
+    Call,
+    CallId,
+    Delivered,
+    Event,
+    JsonObject,
+    Outcome,
+    PolicyVersion,
+    Rollout,
+    RolloutId,
+    RolloutSpec,
+    RolloutState,
+    RunId,
+)
+
+__all__ = ["SqlStore"]
+
+NUM_READERS = 4
+"""Threads that read; SQLite gains nothing from more."""
+
+T = TypeVar("T")
+
+
+class SqlStore:
+    """A `Store`. Made by `open`; belongs to the event loop that opened it."""
+
+    def __init__(self, writing: Engine, reading: Engine, url: str | Path, clock: Callable[[], float]) -> None:
+        self._engines = (writing, reading)
+        self._reading = reading
+        self._url = url
+        self._clock = clock
+        self._writer = Writer(writing, url)
+        self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="manege-store-reader")
+
+    @classmethod
+    async def open(cls, url: str | Path, *, clock: Callable[[], float] = time.time) -> Self:
+        """A path, or `sqlite:///path`; made when missing. Raises ConfigError for a schema newer than this code."""
+        writing, reading = open_engine(url, writes=True), open_engine(url, writes=False)
+        try:
+            await asyncio.to_thread(_prepare, writing, url)
+        except ManegeError:
+            writing.dispose()
+            raise
+        store = cls(writing, reading, url, clock)
+        await store._write(lambda connection: rollouts.grant_leases(connection, clock()))
+        return store
+
+    async def close(self) -> None:
+        await self._writer.close()
+        self._readers.shutdown()
+        for engine in self._engines:
+            engine.dispose()
+
+    async def put_run(self, run_id: RunId, config: JsonObject) -> Run:
+        now_s = self._clock()
+
+        def write(connection: Connection) -> Run:
+            changed = connection.execute(
+                update(tables.runs).where(tables.runs.c.id == run_id).values(config=dumps(config))
+            )
+            if changed.rowcount == 0:
+                connection.execute(insert(tables.runs).values(id=run_id, config=dumps(config), created_s=now_s))
+            return _get_run(connection, run_id)
+
+        return await self._write(write)
+
+    async def get_run(self, run_id: RunId) -> Run:
+        return await self._read(lambda connection: _get_run(connection, run_id))
+
+    async def create_rollouts(self, specs: Sequence[RolloutSpec]) -> Sequence[Rollout]:
+        return await self._write(lambda connection: rollouts.create(connection, specs, self._clock()))
+
+    async def get_rollout(self, rollout_id: RolloutId) -> Rollout:
+        return await self._read(lambda connection: rollouts.get(connection, rollout_id))
+
+    async def list_rollouts(
+        self, *, run: RunId | None = None, state: RolloutState | None = None, limit: int = 50, offset: int = 0
+    ) -> Sequence[Rollout]:
+        table = tables.rollouts
+        statement = select(table).order_by(table.c.seq).limit(limit).offset(offset)
+        if run is not None:
+            statement = statement.where(table.c.run == run)
+        if state is not None:
+            statement = statement.where(table.c.state == state)
+        return await self._read(lambda connection: rollouts.query(connection, statement))
+
+    async def count_rollouts(self, *, run: RunId | None = None) -> Mapping[RolloutState, int]:
+        table = tables.rollouts
+        statement = select(table.c.state, func.count()).group_by(table.c.state)
+        if run is not None:
+            statement = statement.where(table.c.run == run)
+        counts = await self._read(lambda connection: connection.execute(statement).all())
+        return dict.fromkeys(RolloutState, 0) | {RolloutState(state): number for state, number in counts}
+
+    async def terminal(self, *, run: RunId | None, after: int, limit: int) -> TerminalPage:
+        table = tables.rollouts
+        statement = select(table).where(table.c.completion > after).order_by(table.c.completion).limit(limit)
+        if run is not None:
+            statement = statement.where(table.c.run == run)
+        found = await self._read(lambda connection: rollouts.query(connection, statement))
+        return TerminalPage(rollouts=found, cursor=(found[-1].completion or 0) if found else after)
+
+    async def claim(self, *, controller: str, limit: int, lease_s: float) -> Sequence[Rollout]:
+        return await self._write(
+            lambda connection: rollouts.claim(connection, controller, limit, lease_s, self._clock())
+        )
+
+    async def start(self, rollout_id: RolloutId, *, evidence: JsonObject) -> Rollout:
+        return await self._write(lambda connection: rollouts.start(connection, rollout_id, evidence, self._clock()))
+
+    async def renew(self, *, controller: str, rollout_ids: Sequence[RolloutId], lease_s: float) -> Sequence[RolloutId]:
+        return await self._write(
+            lambda connection: rollouts.renew(connection, controller, rollout_ids, lease_s, self._clock())
+        )
+
+    async def finish(
+        self,
+        rollout_id: RolloutId,
+        attempt: int,
+        *,
+        outcome: Outcome,
+        reward: float | None,
+        message: str | None,
+        evidence: JsonObject,
+    ) -> Rollout:
+        return await self._write(
+            lambda connection: rollouts.finish(
+                connection, rollout_id, attempt, outcome, reward, message, evidence, self._clock()
+            )
+        )
+
+    async def cancel(self, rollout_id: RolloutId) -> Rollout:
+        return await self._write(lambda connection: rollouts.cancel(connection, rollout_id, self._clock()))
+
+    async def delete_rollout(self, rollout_id: RolloutId) -> None:
+        await self._write(lambda connection: rollouts.remove(connection, rollout_id))
+
+    async def add_call(self, call: Call) -> None:
+        await self._write(lambda connection: calls.add(connection, call))
+
+    async def set_delivered(self, call_id: CallId, delivered: Delivered) -> None:
+        await self._write(lambda connection: calls.set_delivered(connection, call_id, delivered))
+
+    async def calls(self, rollout_ids: Sequence[RolloutId]) -> Mapping[RolloutId, Sequence[Call]]:
+        return await self._read(lambda connection: calls.of_rollouts(connection, rollout_ids))
+
+    async def add_event(self, event: Event) -> None:
+        def write(connection: Connection) -> None:
+            rollouts.get(connection, event.rollout_id)
+            connection.execute(
+                insert(tables.events).values(
+                    rollout_id=event.rollout_id,
+                    attempt=event.attempt,
+                    event_type=event.event_type,
+                    data=dumps(event.data),
+                    timestamp_s=event.timestamp_s,
+                )
+            )
+
+        await self._write(write)
+
+    async def events(self, rollout_id: RolloutId, *, event_type: str | None = None) -> Sequence[Event]:
+        table = tables.events
+        statement = select(table).where(table.c.rollout_id == rollout_id).order_by(table.c.seq)
+        if event_type is not None:
+            statement = statement.where(table.c.event_type == event_type)
+        rows = await self._read(lambda connection: connection.execute(statement).all())
+        return [
+            Event(
+                rollout_id=rollout_id,
+                attempt=row.attempt,
+                event_type=row.event_type,
+                data=orjson.loads(row.data),
+                timestamp_s=row.timestamp_s,
+            )
+            for row in rows
+        ]
+
+    async def policy_version(self) -> PolicyVersion:
+        statement = select(tables.counters.c.value).where(tables.counters.c.name == "policy_version")
+        return PolicyVersion(await self._read(lambda connection: connection.execute(statement).scalar_one()))
+
+    async def publish_version(self) -> PolicyVersion:
+        return PolicyVersion(await self._write(lambda connection: rollouts.count_up(connection, "policy_version")))
+
+    async def get_value(self, key: str) -> Any:
+        statement = select(tables.settings.c.value).where(tables.settings.c.key == key)
+        text = await self._read(lambda connection: connection.execute(statement).scalar())
+        return None if text is None else orjson.loads(text)
+
+    async def set_value(self, key: str, value: Any) -> None:
+        def write(connection: Connection) -> None:
+            table, text = tables.settings, dumps(value)
+            changed = connection.execute(update(table).where(table.c.key == key).values(value=text))
+            if changed.rowcount == 0:
+                connection.execute(insert(table).values(key=key, value=text))
+
+        await self._write(write)
+
+    async def _write(self, operation: Callable[[Connection], T]) -> T:
+        return await self._writer.submit(operation)
+
+    async def _read(self, operation: Callable[[Connection], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._readers, self._read_now, operation)
+
+    def _read_now(self, operation: Callable[[Connection], T]) -> T:
+        try:
+            with self._reading.connect() as connection:
+                return operation(connection)
+        except DBAPIError as error:
+            raise explain(error, self._url) from error
+
+
+def _prepare(engine: Engine, url: str | Path) -> None:
+    """Make the tables, or check that they are of this code's schema."""
+    try:
+        with engine.begin() as connection:
+            if not inspect(connection).has_table(tables.schema_version.name):
+                tables.metadata.create_all(connection)
+                connection.execute(insert(tables.schema_version).values(version=tables.SCHEMA_VERSION))
+                connection.execute(
+                    insert(tables.counters),
+                    [{"name": "completion", "value": 0}, {"name": "policy_version", "value": 0}],
+                )
+            version = connection.execute(select(tables.schema_version.c.version)).scalar_one()
+    except (DBAPIError, sqlite3.Error) as error:
+        raise explain(error, url) from error
+    if version != tables.SCHEMA_VERSION:
+        raise ConfigError(
+            f"the database {url} has schema {version}, this manege knows schema {tables.SCHEMA_VERSION}; "
+            "upgrade manege, or name another file"
+        )
+
+
+def _get_run(connection: Connection, run_id: RunId) -> Run:
+    row = connection.execute(select(tables.runs).where(tables.runs.c.id == run_id)).one_or_none()
+    if row is None:
+        raise NotFoundError(f"run {run_id!r} does not exist; put its config first")
+    return Run(id=run_id, config=orjson.loads(row.config), created_s=row.created_s)
