@@ -5,8 +5,9 @@ follow `prompt + response` when a harness sends the next turn: only what is new 
 they were. It returns None when the chat template would render the earlier turns differently (for example, drops
 reasoning), because then the context truly changes.
 
-Messages are canonical: dicts of the OpenAI chat shape with `role` and string `content`, `tool_calls` with `function.name`
-and `function.arguments` (a JSON string), `tool_call_id` for role `tool`, `reasoning_content` where there is reasoning.
+Messages are canonical: dicts of the OpenAI chat shape with `role` and string `content`, `tool_calls` with
+`function.name` and `function.arguments` (a JSON string), `tool_call_id` for role `tool`, `reasoning_content` where
+there is reasoning.
 """
 
 from collections.abc import Sequence
@@ -41,6 +42,8 @@ class Renderer(Protocol):
 
     stop_ids: frozenset[int]
     """Tokens that end an assistant turn."""
+    vocab_size: int
+    """Every id is below it."""
 
     def render(self, messages: Sequence[JsonObject], tools: Sequence[JsonObject]) -> list[int]:
         """Raises ProtocolError when the template refuses the messages."""

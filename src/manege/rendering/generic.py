@@ -4,7 +4,7 @@ The bridge to the next turn is read off the template itself. With the last answe
 rendered for the old prompt and for the new one:
 
     old   <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\n
-    new   <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nMARK<|im_end|>\\n<|im_start|>user\\nGo on<|im_end|>\\n...
+    new   <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nMARK<|im_end|>\\n<|im_start|>user...
 
 If `new` does not start with `old`, or a mark is gone, the template rewrites earlier turns and there is no bridge. Else
 what follows the answer is the text from the first end-of-turn token after `old`; its ids are appended to the sampled
@@ -41,6 +41,7 @@ class GenericRenderer:
     ) -> None:
         """`eos_ids`: what the model's configuration calls end of sequence. Raises ModelError."""
         self._tokenizer = tokenizer
+        self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
         self._template = ChatTemplate(chat_template, special_tokens)
         special = {
             index: token.content for index, token in tokenizer.get_added_tokens_decoder().items() if token.special

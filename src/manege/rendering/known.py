@@ -29,6 +29,7 @@ class KnownRenderer:
     def __init__(self, tokenizer: Tokenizer, name: str) -> None:
         """`name`: the model's Hugging Face name, which `is_known`."""
         self._tokenizer = tokenizer
+        self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
         self._renderer = renderers.create_renderer(_TokenizerView(tokenizer, name))
         self.stop_ids = frozenset(self._renderer.get_stop_token_ids())
 

@@ -1,7 +1,7 @@
 """The text of an answer to content, reasoning and tool calls, in the Hermes / ChatML form.
 
-`<think>...</think>` in front is reasoning; `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` is a call. Whatever
-is cut or malformed stays content, so that nothing the model said is lost.
+`<think>...</think>` in front is reasoning; `<tool_call>{"name": ..., "arguments": {...}}</tool_call>` is a call.
+Whatever is cut or malformed stays content, so that nothing the model said is lost.
 """
 
 import json

@@ -1,0 +1,98 @@
+"""OpenAI's text completions: text or token ids in, text out, with vLLM's `return_token_ids`.
+
+https://platform.openai.com/docs/api-reference/completions/create
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from manege.errors import ManegeError
+from manege.protocols.base import InvalidRequest, ModelReply, ModelRequest
+from manege.protocols.openai import (
+    decode_body,
+    error_body,
+    read_bool,
+    read_int,
+    read_sampling,
+    refuse_unsupported,
+    usage,
+)
+from manege.types import FinishReason, JsonObject
+
+__all__ = ["Completions"]
+
+_DEFAULT_MAX_TOKENS = 16
+"""OpenAI's."""
+
+
+class Completions:
+    """See `protocols.base.WireProtocol`."""
+
+    name = "completions"
+
+    def parse(self, body: bytes) -> ModelRequest:
+        raw = decode_body(body)
+        refuse_unsupported(raw)
+        for key in ("echo", "suffix"):
+            if raw.get(key):
+                raise InvalidRequest(f"{key} is not supported; leave it out", param=key)
+        if (read_int(raw, "best_of", low=1) or 1) > 1:
+            raise InvalidRequest("best_of > 1 is not supported; send one request per answer", param="best_of")
+        logprobs = read_int(raw, "logprobs", low=0)
+        if (logprobs or 0) > 1:
+            raise InvalidRequest("only the sampled token's log-probability is known; send logprobs=1", param="logprobs")
+        return ModelRequest(
+            prompt=_prompt(raw.get("prompt")),
+            sampling=read_sampling(raw, max_new_tokens=read_int(raw, "max_tokens", low=1) or _DEFAULT_MAX_TOKENS),
+            wants_logprobs=logprobs is not None,
+            wants_token_ids=bool(read_bool(raw, "return_token_ids")),
+            raw=raw,
+        )
+
+    def reply(self, reply: ModelReply) -> JsonObject:
+        finish_reason = "length" if reply.finish_reason is FinishReason.LENGTH else "stop"
+        choice: dict[str, Any] = {
+            "index": 0,
+            "text": reply.message["text"],
+            "finish_reason": finish_reason,
+            "logprobs": None,
+        }
+        if reply.logprobs:
+            choice["logprobs"] = {
+                "tokens": [token.text for token in reply.logprobs],
+                "token_logprobs": [token.logprob for token in reply.logprobs],
+                "top_logprobs": None,
+                "text_offset": _offsets([token.text for token in reply.logprobs]),
+            }
+        if reply.response_ids is not None:
+            choice["token_ids"] = reply.response_ids
+            choice["prompt_token_ids"] = reply.prompt_ids
+        return {
+            "id": f"cmpl-{reply.id}",
+            "object": "text_completion",
+            "created": int(reply.created_s),
+            "model": reply.model,
+            "choices": [choice],
+            "usage": usage(reply),
+        }
+
+    def error(self, error: ManegeError) -> JsonObject:
+        return error_body(error)
+
+
+def _prompt(value: Any) -> str | Sequence[int]:
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
+        value = value[0]
+    if isinstance(value, str) and value:
+        return value
+    if isinstance(value, list) and value and all(type(item) is int and item >= 0 for item in value):
+        return value
+    raise InvalidRequest("prompt must be one non-empty text or one non-empty list of token ids", param="prompt")
+
+
+def _offsets(texts: Sequence[str]) -> Sequence[int]:
+    offsets, position = [], 0
+    for text in texts:
+        offsets.append(position)
+        position += len(text)
+    return offsets
