@@ -1,10 +1,9 @@
 """The typed client of the gateway's own API, for controllers and trainers.
 
 What flows: dataclasses of the glossary, as JSON; calls with their arrays in base64 (`store/codec.py`). The gateway's
-errors come back as the classes of `errors.py`, by their `code`. Connection errors and 503 (UnavailableError, StoreError)
-are tried again, a bounded number of times with jitter; nothing else is. A write that was carried out although its answer was lost is then sent
-twice: creation is idempotent by id, `finish` answers ConflictError, and a claim whose answer was lost comes back when
-its lease runs out.
+errors come back as the classes of `errors.py`, by their `code`. Connection errors and 503 are tried again, a bounded
+number of times with jitter; nothing else is. A write whose answer was lost is thus sent twice: creation is idempotent
+by id, a repeated `finish` gets ConflictError, and what a lost claim took comes back when its lease runs out.
 """
 
 import asyncio

@@ -11,18 +11,21 @@ import hashlib
 import hmac
 import os
 import secrets
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import orjson
 from starlette.requests import Request
+from starlette.responses import Response
 
-from manege.errors import ConfigError, ConflictError, ForbiddenError, NotFoundError
+from manege.errors import ConfigError, ConflictError, ForbiddenError, ManegeError, NotFoundError
+from manege.gateway.http import read_json
 from manege.store.base import Store
 from manege.types import TERMINAL, Event, Rollout, RolloutId
 
 __all__ = ["AgentIdentity", "Auth", "operator_key"]
+
+Handler = Callable[[Request], Awaitable[Response]]
 
 MAX_LATE_BYTES = 65536
 """Of the body of a late call or event that is kept; a longer one is noted without its body."""
@@ -61,6 +64,15 @@ class Auth:
     def agent_key(self, rollout_id: RolloutId, attempt: int) -> str:
         """The key of one attempt."""
         return f"mk-{attempt}-{self._sign(rollout_id, attempt)}-{rollout_id}"
+
+    def operator(self, handler: Handler) -> Handler:
+        """The handler behind a check for the operator key."""
+
+        async def checked(request: Request) -> Response:
+            self.require_operator(request)
+            return await handler(request)
+
+        return checked
 
     def require_operator(self, request: Request) -> None:
         """Raises ForbiddenError without the operator key."""
@@ -109,12 +121,11 @@ class Auth:
         return hmac.new(self._operator_key, text, hashlib.sha256).hexdigest()[:32]
 
     async def _keep_late(self, request: Request, rollout_id: RolloutId, attempt: int, late: str) -> None:
-        raw = await request.body()
         try:
-            body = orjson.loads(raw) if len(raw) <= MAX_LATE_BYTES else None
-        except orjson.JSONDecodeError:
-            body = None
-        data = {"path": request.url.path, "num_bytes": len(raw), "body": body}
+            body = await read_json(request, MAX_LATE_BYTES)
+        except ManegeError as error:
+            body = f"not kept: {error}"
+        data = {"path": request.url.path, "body": body}
         await self._store.add_event(
             Event(rollout_id=rollout_id, attempt=attempt, event_type=late, data=data, timestamp_s=self._clock())
         )

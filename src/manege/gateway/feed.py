@@ -1,12 +1,21 @@
-"""Wakes long polls: every write that may interest a waiter calls `changed()`.
+"""Long polls: every write that may interest a waiter calls `changed()`, and all who wait look again.
 
 A waiter takes the present tick *before* it reads the store and waits for a later one, so that a write between its read
-and its wait is never slept through.
+and its wait is never slept through. What happens without a write (a lease that runs out) is seen at the next recheck.
 """
 
 import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from starlette.requests import Request
 
 __all__ = ["Feed"]
+
+RECHECK_S = 1.0
+"""How late a lease that ran out may be noticed."""
+
+T = TypeVar("T")
 
 
 class Feed:
@@ -14,20 +23,42 @@ class Feed:
 
     def __init__(self) -> None:
         self._tick = asyncio.Event()
-        self.closed = False
-        """Set at shutdown: long polls answer with what they have."""
-
-    @property
-    def tick(self) -> asyncio.Event:
-        """Set at the next change."""
-        return self._tick
+        self._closed = False
 
     def changed(self) -> None:
-        """Wake all who wait for the present tick."""
+        """Wake all who wait."""
         self._tick.set()
-        self._tick = asyncio.Event()
+        if not self._closed:
+            self._tick = asyncio.Event()
 
     def close(self) -> None:
-        """End every wait, now and later."""
-        self.closed = True
+        """At shutdown: waiters answer with what they have, now and later."""
+        self._closed = True
         self._tick.set()
+
+    async def poll(self, request: Request, wait_s: float, read: Callable[[], Awaitable[T]], empty: T) -> T:
+        """What `read` finds as soon as it is not `empty`, or `empty` after `wait_s`, or when the client is gone: then
+        nothing is read, since nobody would get it. The request's body must have been read."""
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + wait_s
+        gone = asyncio.create_task(_disconnected(request), name="long-poll-client")
+        try:
+            while not gone.done():
+                tick = self._tick
+                found = await read()
+                left_s = deadline_s - loop.time()
+                if found != empty or left_s <= 0 or self._closed:
+                    return found
+                changed = asyncio.create_task(tick.wait(), name="long-poll-tick")
+                try:
+                    await asyncio.wait({gone, changed}, timeout=min(left_s, RECHECK_S), return_when="FIRST_COMPLETED")
+                finally:
+                    changed.cancel()
+            return empty
+        finally:
+            gone.cancel()
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

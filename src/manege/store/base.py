@@ -45,6 +45,8 @@ class TerminalPage:
 
     rollouts: Sequence[Rollout]
     cursor: int
+    num_ended: int
+    """Rollouts of all runs that ended so far, deleted ones included: the highest cursor there is."""
 
 
 class Store(Protocol):

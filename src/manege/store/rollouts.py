@@ -20,6 +20,7 @@ from manege.types import TERMINAL, TRANSITIONS, JsonObject, Outcome, Rollout, Ro
 __all__ = [
     "cancel",
     "claim",
+    "count",
     "count_up",
     "create",
     "finish",
@@ -168,9 +169,14 @@ def remove(connection: Connection, rollout_id: RolloutId) -> None:
     connection.execute(delete(rollouts).where(rollouts.c.id == rollout_id))
 
 
+def count(connection: Connection, name: str) -> int:
+    """Where a counter stands."""
+    return connection.execute(select(counters.c.value).where(counters.c.name == name)).scalar_one()
+
+
 def count_up(connection: Connection, name: str) -> int:
     """The next number of a counter that only grows."""
-    value = connection.execute(select(counters.c.value).where(counters.c.name == name)).scalar_one() + 1
+    value = count(connection, name) + 1
     connection.execute(update(counters).where(counters.c.name == name).values(value=value))
     return value
 

@@ -122,8 +122,13 @@ class SqlStore:
         statement = select(table).where(table.c.completion > after).order_by(table.c.completion).limit(limit)
         if run is not None:
             statement = statement.where(table.c.run == run)
-        found = await self._read(lambda connection: rollouts.query(connection, statement))
-        return TerminalPage(rollouts=found, cursor=(found[-1].completion or 0) if found else after)
+
+        def read(connection: Connection) -> TerminalPage:
+            found = rollouts.query(connection, statement)
+            cursor = (found[-1].completion or 0) if found else after
+            return TerminalPage(rollouts=found, cursor=cursor, num_ended=rollouts.count(connection, "completion"))
+
+        return await self._read(read)
 
     async def claim(self, *, controller: str, limit: int, lease_s: float) -> Sequence[Rollout]:
         return await self._write(
@@ -202,8 +207,7 @@ class SqlStore:
         ]
 
     async def policy_version(self) -> PolicyVersion:
-        statement = select(tables.counters.c.value).where(tables.counters.c.name == "policy_version")
-        return PolicyVersion(await self._read(lambda connection: connection.execute(statement).scalar_one()))
+        return PolicyVersion(await self._read(lambda connection: rollouts.count(connection, "policy_version")))
 
     async def publish_version(self) -> PolicyVersion:
         return PolicyVersion(await self._write(lambda connection: rollouts.count_up(connection, "policy_version")))

@@ -1,0 +1,66 @@
+"""The gateway as one Starlette application: our own API here, the agents' protocols in `inference.py`.
+
+The application owns nothing that it is given: whoever opened the store and the engine closes them, after the server.
+"""
+
+import time
+from collections.abc import Callable
+
+from starlette.applications import Starlette
+
+from manege.engine.base import Engine
+from manege.gateway.auth import Auth
+from manege.gateway.events import event_routes
+from manege.gateway.feed import Feed
+from manege.gateway.hold import Gate
+from manege.gateway.http import error_handlers
+from manege.gateway.inference import inference_routes
+from manege.gateway.leases import lease_routes
+from manege.gateway.metrics import Counters
+from manege.gateway.models import model_routes
+from manege.gateway.proxy import proxy_routes
+from manege.gateway.rollouts import rollout_routes
+from manege.gateway.runs import run_routes
+from manege.gateway.services import RunSettings, Services
+from manege.rendering.base import Renderer
+from manege.store.base import Store
+
+__all__ = ["create_app"]
+
+
+def create_app(
+    *,
+    store: Store,
+    engine: Engine,
+    renderer: Renderer,
+    operator_key: str,
+    model_name: str,
+    context_limit: int,
+    clock: Callable[[], float] = time.time,
+) -> Starlette:
+    """Called inside the event loop that will serve it. `app.state.services` holds the parts."""
+    services = Services(
+        store=store,
+        engine=engine,
+        renderer=renderer,
+        auth=Auth(operator_key=operator_key, store=store, clock=clock),
+        gate=Gate(engine),
+        feed=Feed(),
+        counters=Counters(),
+        settings=RunSettings(store),
+        model_name=model_name,
+        context_limit=context_limit,
+        clock=clock,
+    )
+    routes = [
+        *rollout_routes(services),
+        *event_routes(services),
+        *lease_routes(services),
+        *run_routes(services),
+        *model_routes(services),
+        *proxy_routes(services),
+        *inference_routes(services),
+    ]
+    app = Starlette(routes=routes, exception_handlers=error_handlers)
+    app.state.services = services
+    return app

@@ -1,0 +1,88 @@
+"""Routes of a rollout's log: agents and operators append, operators read (in Agent Lightning's shapes).
+
+An agent may not write what only we may say (`model_request`, `late.*`, `policy.*`), and a reward only where the run
+lets its agents judge themselves.
+"""
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, TypeAdapter
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from manege.errors import ForbiddenError
+from manege.gateway import lightning
+from manege.gateway.auth import AgentIdentity
+from manege.gateway.http import answer, read_object, validated
+from manege.gateway.services import Services
+from manege.types import Event, RolloutId
+
+__all__ = ["event_routes"]
+
+MAX_EVENT_BYTES = 1024 * 1024
+"""Logs are for people; large results belong into files."""
+OUR_EVENTS = ("model_request", "late.", "policy.")
+
+
+class _NewEvent(BaseModel):
+    event_type: Annotated[str, Field(min_length=1, max_length=200)]
+    data: dict[str, Any] = Field(default_factory=dict)
+
+
+class _Reward(BaseModel):
+    value: Annotated[float, Field(strict=True, allow_inf_nan=False)]
+
+
+_NEW_EVENT, _REWARD = TypeAdapter(_NewEvent), TypeAdapter(_Reward)
+
+
+def event_routes(services: Services) -> list[Route]:
+    """Appending takes an agent's key, too."""
+    handlers = _Events(services)
+    return [
+        Route("/api/rollouts/{rollout_id}/attempt/{attempt}/events", handlers.append, methods=["POST"]),
+        Route("/api/rollouts/{rollout_id}/events", services.auth.operator(handlers.list), methods=["GET"]),
+    ]
+
+
+class _Events:
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def append(self, request: Request) -> Response:
+        services = self._services
+        identity = await services.auth.authorise_agent(request, late="late.event")
+        body = validated(_NEW_EVENT, await read_object(request, MAX_EVENT_BYTES))
+        if not identity.is_operator:
+            _check_agent_may(identity, body.event_type)
+        if body.event_type == "reward":
+            validated(_REWARD, body.data)
+        event = Event(
+            rollout_id=identity.rollout_id,
+            attempt=identity.attempt,
+            event_type=body.event_type,
+            data=body.data,
+            timestamp_s=services.clock(),
+        )
+        await services.store.add_event(event)
+        return answer(lightning.event_view(event))
+
+    async def list(self, request: Request) -> Response:
+        rollout_id = RolloutId(request.path_params["rollout_id"])
+        rollout = await self._services.store.get_rollout(rollout_id)
+        events = await self._services.store.events(rollout_id)
+        calls = (await self._services.store.calls([rollout_id]))[rollout_id]
+        views = lightning.events_view(rollout, events, calls, self._services.model_name)
+        wanted = request.query_params.get("event_type")
+        views = [view for view in views if wanted in (None, view["event_type"])]
+        return answer(lightning.triplets(views) if request.query_params.get("format") == "triplet" else views)
+
+
+def _check_agent_may(identity: AgentIdentity, event_type: str) -> None:
+    if event_type.startswith(OUR_EVENTS):
+        raise ForbiddenError(f"events of type {event_type!r} are written by the gateway; choose another name")
+    if event_type == "reward" and identity.rollout.spec.reward_from != "agent":
+        raise ForbiddenError(
+            'this run is judged by its scorer; an agent may post its reward only with scorer.reward_from = "agent"'
+        )

@@ -1,0 +1,71 @@
+"""Routes of controllers: claim attempts under a lease (long poll), prolong the leases."""
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from manege.client import Claim
+from manege.gateway.http import answer, read_object, validated
+from manege.gateway.services import Services
+from manege.types import RolloutId
+
+__all__ = ["lease_routes"]
+
+Controller = Annotated[str, Field(min_length=1, max_length=200)]
+LeaseSeconds = Annotated[float, Field(gt=0, le=86400)]
+
+
+class _ClaimBody(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    controller: Controller
+    limit: Annotated[int, Field(ge=1, le=1000)]
+    lease_s: LeaseSeconds
+    wait_s: Annotated[float, Field(ge=0, le=300)] = 0
+
+
+class _RenewBody(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    controller: Controller
+    rollout_ids: list[RolloutId]
+    lease_s: LeaseSeconds
+
+
+_CLAIM, _RENEW = TypeAdapter(_ClaimBody), TypeAdapter(_RenewBody)
+
+
+def lease_routes(services: Services) -> list[Route]:
+    """All of them need the operator key."""
+    handlers, operator = _Leases(services), services.auth.operator
+    return [
+        Route("/api/leases", operator(handlers.claim), methods=["POST"]),
+        Route("/api/leases/renew", operator(handlers.renew), methods=["POST"]),
+    ]
+
+
+class _Leases:
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def claim(self, request: Request) -> Response:
+        body = validated(_CLAIM, await read_object(request))
+
+        async def read() -> list[Claim]:
+            taken = await self._services.store.claim(controller=body.controller, limit=body.limit, lease_s=body.lease_s)
+            keys = self._services.auth
+            return [
+                Claim(rollout=rollout, agent_key=keys.agent_key(rollout.spec.id, rollout.attempt)) for rollout in taken
+            ]
+
+        return answer(await self._services.feed.poll(request, body.wait_s, read, []))
+
+    async def renew(self, request: Request) -> Response:
+        body = validated(_RENEW, await read_object(request))
+        lost = await self._services.store.renew(
+            controller=body.controller, rollout_ids=body.rollout_ids, lease_s=body.lease_s
+        )
+        return answer({"lost": lost})

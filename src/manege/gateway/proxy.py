@@ -1,0 +1,97 @@
+"""Routes that steer the gateway itself: pause, resume, new weights, its state, health and metrics.
+
+`POST /proxy/pause` with `drain_s` answers when the calls in flight have ended and the engine is paused; without it, at
+once, and the caller watches `inflight` in `/proxy/state` (Agent Lightning's trainer does).
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
+
+from manege.engine.base import Weights
+from manege.gateway.http import RETRY_AFTER_S, answer, read_object, validated
+from manege.gateway.metrics import render
+from manege.gateway.services import Services
+
+__all__ = ["proxy_routes"]
+
+
+class _PauseBody(BaseModel):
+    drain_s: Annotated[float, Field(ge=0, le=3600)] | None = None
+    reason: str | None = None
+
+
+class _WeightsBody(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    kind: Literal["shared", "folder"]
+    folder: str | None = None
+
+
+_PAUSE, _WEIGHTS = TypeAdapter(_PauseBody), TypeAdapter(_WeightsBody)
+
+
+def proxy_routes(services: Services) -> list[Route]:
+    """All but `/healthz` need the operator key."""
+    handlers, operator = _Proxy(services), services.auth.operator
+    return [
+        Route("/proxy/pause", operator(handlers.pause), methods=["POST"]),
+        Route("/proxy/resume", operator(handlers.resume), methods=["POST"]),
+        Route("/proxy/state", operator(handlers.state), methods=["GET"]),
+        Route("/proxy/weights", operator(handlers.publish), methods=["POST"]),
+        Route("/metrics", operator(handlers.metrics), methods=["GET"]),
+        Route("/healthz", handlers.health, methods=["GET"]),
+    ]
+
+
+class _Proxy:
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._reason: str | None = None
+
+    async def pause(self, request: Request) -> Response:
+        body = validated(_PAUSE, await read_object(request))
+        self._reason = body.reason
+        await self._services.gate.pause(body.drain_s)
+        return answer(await self._state())
+
+    async def resume(self, _request: Request) -> Response:
+        await self._services.gate.resume()
+        self._reason = None
+        return answer(await self._state())
+
+    async def state(self, _request: Request) -> Response:
+        return answer(await self._state())
+
+    async def publish(self, request: Request) -> Response:
+        body = validated(_WEIGHTS, await read_object(request))
+        weights = Weights(kind=body.kind, folder=body.folder)
+        return answer({"version": await self._services.gate.publish(self._services.store, weights)})
+
+    async def metrics(self, _request: Request) -> Response:
+        gate, store = self._services.gate, self._services.store
+        gauges = {
+            "manege_rollouts": await store.count_rollouts(),
+            "manege_calls_in_flight": gate.num_in_flight,
+            "manege_calls_held": gate.num_held,
+            "manege_policy_version": await store.policy_version(),
+        }
+        text = render({**self._services.counters.values, **gauges})
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+
+    async def health(self, _request: Request) -> Response:
+        return answer({"status": "ok"})
+
+    async def _state(self) -> dict[str, Any]:
+        gate = self._services.gate
+        return {
+            "paused": gate.paused,
+            "retry_after_seconds": RETRY_AFTER_S,
+            "reason": self._reason,
+            "inflight": gate.num_in_flight,
+            "held": gate.num_held,
+            "version": await self._services.store.policy_version(),
+        }

@@ -1,0 +1,194 @@
+"""Routes of rollouts: created, listed, watched, ended. Agent Lightning's shapes by default, ours with `format=manege`.
+
+Every write that a long poll may wait for is followed by `feed.changed()`.
+"""
+
+import re
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from manege.errors import ConflictError, NotFoundError, UnprocessableError
+from manege.gateway import lightning
+from manege.gateway.http import answer, read_json, read_object, validated
+from manege.gateway.services import Services
+from manege.store.base import TerminalPage
+from manege.store.codec import SPECS, encode_call
+from manege.types import JsonObject, Outcome, Rollout, RolloutId, RolloutSpec, RolloutState, RunId
+
+__all__ = ["rollout_routes"]
+
+
+class _Query(BaseModel):
+    format: str | None = None
+    run: RunId | None = None
+    state: RolloutState | None = None
+    state_in: list[RolloutState] = Field(default_factory=list)
+    limit: Annotated[int, Field(ge=1, le=1000)] = 500
+    offset: Annotated[int, Field(ge=0)] = 0
+    after: int = 0
+    wait_s: Annotated[float, Field(ge=0, le=300)] = 0
+
+
+class _Finish(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    outcome: Outcome
+    reward: Annotated[float, Field(strict=True, allow_inf_nan=False)] | None = None
+    message: str | None = None
+    evidence: dict[str, Any] = Field(default_factory=dict)
+
+
+class _RolloutIds(BaseModel):
+    rollout_ids: Annotated[list[RolloutId], Field(max_length=1000)]
+
+
+_QUERY, _FINISH, _ROLLOUT_IDS = TypeAdapter(_Query), TypeAdapter(_Finish), TypeAdapter(_RolloutIds)
+
+
+def rollout_routes(services: Services) -> list[Route]:
+    """All of them need the operator key."""
+    handlers, operator = _Rollouts(services), services.auth.operator
+    one = "/api/rollouts/{rollout_id}"
+    return [
+        Route("/api/rollouts", operator(handlers.create), methods=["POST"]),
+        Route("/api/rollouts", operator(handlers.list), methods=["GET"]),
+        Route("/api/rollouts/batch", operator(handlers.create_batch), methods=["POST"]),
+        Route("/api/rollouts/terminal", operator(handlers.terminal), methods=["GET"]),
+        Route(one, operator(handlers.get), methods=["GET"]),
+        Route(one, operator(handlers.patch), methods=["PATCH"]),
+        Route(one, operator(handlers.delete), methods=["DELETE"]),
+        Route(f"{one}/cancel", operator(handlers.cancel), methods=["POST"]),
+        Route(f"{one}/attempt/{{attempt:int}}/finish", operator(handlers.finish), methods=["POST"]),
+        Route("/api/calls", operator(handlers.calls), methods=["POST"]),
+    ]
+
+
+class _Rollouts:
+    def __init__(self, services: Services) -> None:
+        self._store = services.store
+        self._feed = services.feed
+
+    async def create(self, request: Request) -> Response:
+        creates = validated(lightning.CREATES, await read_json(request))
+        created = await self._store.create_rollouts([lightning.to_spec(create) for create in creates])
+        self._feed.changed()
+        return answer([lightning.rollout_view(rollout) for rollout in created], 201)
+
+    async def create_batch(self, request: Request) -> Response:
+        specs = validated(SPECS, await read_json(request))
+        for spec in specs:
+            _check(spec)
+        created = await self._store.create_rollouts(specs)
+        self._feed.changed()
+        return answer(created, 201)
+
+    async def list(self, request: Request) -> Response:
+        query = _query(request)
+        if query.format == "manege":
+            found = await self._store.list_rollouts(
+                run=query.run, state=query.state, limit=query.limit, offset=query.offset
+            )
+            return answer(found)
+        states = set(query.state_in or RolloutState)
+        if RolloutState.FAILED in states:
+            states.add(RolloutState.CANCELLED)
+        found = [
+            rollout for state in states for rollout in await self._store.list_rollouts(state=state, limit=query.limit)
+        ]
+        found.sort(key=lambda rollout: rollout.created_s)
+        return answer([lightning.rollout_view(rollout) for rollout in found[: query.limit]])
+
+    async def terminal(self, request: Request) -> Response:
+        query = _query(request)
+
+        async def read() -> TerminalPage | None:
+            nonlocal page
+            page = await self._store.terminal(run=query.run, after=query.after, limit=query.limit)
+            return page if page.rollouts else None
+
+        page = TerminalPage(rollouts=[], cursor=query.after, num_ended=0)
+        await self._feed.poll(request, query.wait_s, read, None)
+        return answer(page if query.format == "manege" else lightning.terminal_view(page))
+
+    async def get(self, request: Request) -> Response:
+        rollout = await self._store.get_rollout(_rollout_id(request))
+        if _query(request).format == "manege":
+            return answer(rollout)
+        attempts = [] if rollout.started_s is None else [str(attempt) for attempt in range(rollout.attempt + 1)]
+        return answer({"rollout": lightning.rollout_view(rollout), "attempts": attempts})
+
+    async def patch(self, request: Request) -> Response:
+        patch = validated(lightning.PATCH, await read_object(request)).status
+        rollout = await self._store.get_rollout(_rollout_id(request))
+        if patch is not None and patch.state is not None:
+            rollout = await self._report(rollout, patch)
+            self._feed.changed()
+        return answer(lightning.rollout_view(rollout))
+
+    async def delete(self, request: Request) -> Response:
+        try:
+            await self._store.delete_rollout(_rollout_id(request))
+        except NotFoundError:
+            pass  # Agent Lightning's clients delete again after a lost answer.
+        return Response(status_code=204)
+
+    async def cancel(self, request: Request) -> Response:
+        rollout = await self._store.cancel(_rollout_id(request))
+        self._feed.changed()
+        return answer(rollout)
+
+    async def finish(self, request: Request) -> Response:
+        body = validated(_FINISH, await read_object(request))
+        rollout = await self._store.finish(
+            _rollout_id(request),
+            request.path_params["attempt"],
+            outcome=body.outcome,
+            reward=body.reward,
+            message=body.message,
+            evidence=body.evidence,
+        )
+        self._feed.changed()
+        return answer(rollout)
+
+    async def calls(self, request: Request) -> Response:
+        wanted = validated(_ROLLOUT_IDS, await read_object(request)).rollout_ids
+        found = await self._store.calls(wanted)
+        return answer({"calls": {key: [encode_call(call) for call in calls] for key, calls in found.items()}})
+
+    async def _report(self, rollout: Rollout, patch: lightning.StatusPatch) -> Rollout:
+        """What Agent Lightning's controller saw: it starts rollouts without a lease and reports how they ended."""
+        evidence: JsonObject = {"k8s_job_name": patch.k8s_job_name} if patch.k8s_job_name else {}
+        if patch.state == "queuing":
+            raise ConflictError(f"rollout {rollout.spec.id} is {rollout.state} and cannot become queuing")
+        if patch.state == "running":
+            return await self._store.start(rollout.spec.id, evidence=evidence)
+        return await self._store.finish(
+            rollout.spec.id,
+            rollout.attempt,
+            outcome=Outcome.OK if patch.state == "succeeded" else Outcome.AGENT_ERROR,
+            reward=None,
+            message=patch.error_message,
+            evidence=evidence,
+        )
+
+
+def _rollout_id(request: Request) -> RolloutId:
+    return RolloutId(request.path_params["rollout_id"])
+
+
+def _check(spec: RolloutSpec) -> None:
+    if not re.fullmatch(lightning.ROLLOUT_ID_PATTERN, spec.id):
+        raise UnprocessableError(f"rollout id {spec.id!r}: use up to 200 letters, digits and any of . _ : -")
+    if spec.reward_from not in ("scorer", "agent"):
+        raise UnprocessableError(f"rollout {spec.id}: reward_from = {spec.reward_from!r} must be 'scorer' or 'agent'")
+    if spec.max_attempts < 1:
+        raise UnprocessableError(f"rollout {spec.id}: max_attempts = {spec.max_attempts} must be at least 1")
+
+
+def _query(request: Request) -> _Query:
+    given: dict[str, Any] = dict(request.query_params)
+    return validated(_QUERY, given | {"state_in": request.query_params.getlist("state_in")})

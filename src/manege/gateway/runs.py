@@ -1,0 +1,47 @@
+"""Routes of runs: their config, which controllers read."""
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from manege.gateway.http import answer, read_object, validated
+from manege.gateway.services import Services
+from manege.types import RunId
+
+__all__ = ["run_routes"]
+
+
+class _RunBody(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    config: dict[str, Any]
+
+
+_RUN_BODY = TypeAdapter(_RunBody)
+
+
+def run_routes(services: Services) -> list[Route]:
+    """All of them need the operator key."""
+    handlers, operator = _Runs(services), services.auth.operator
+    return [
+        Route("/api/runs/{run_id}", operator(handlers.put), methods=["PUT"]),
+        Route("/api/runs/{run_id}", operator(handlers.get), methods=["GET"]),
+    ]
+
+
+class _Runs:
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def put(self, request: Request) -> Response:
+        run_id = RunId(request.path_params["run_id"])
+        body = validated(_RUN_BODY, await read_object(request))
+        run = await self._services.store.put_run(run_id, body.config)
+        self._services.settings.forget(run_id)
+        return answer(run)
+
+    async def get(self, request: Request) -> Response:
+        return answer(await self._services.store.get_run(RunId(request.path_params["run_id"])))

@@ -1,0 +1,106 @@
+"""Serves the gateway's application on a socket, inside the caller's event loop.
+
+Stopping ends long polls and held calls first, then lets answers in flight go out for a moment. Signals stay with the
+caller.
+"""
+
+import asyncio
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Self
+
+import uvicorn
+from starlette.applications import Starlette
+
+from manege.errors import ConfigError
+from manege.gateway.services import Services
+
+__all__ = ["GatewayServer"]
+
+GRACE_S = 3
+"""How long answers in flight may take at shutdown; then their connections are closed."""
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+class GatewayServer:
+    """`async with GatewayServer(app) as server: ... server.url`."""
+
+    def __init__(
+        self, app: Starlette, *, host: str = "127.0.0.1", port: int = 0, has_explicit_key: bool = False
+    ) -> None:
+        """Raises ConfigError for another address than loopback without a key that the operator chose."""
+        if host not in LOOPBACK and not has_explicit_key:
+            raise ConfigError(
+                f"gateway.host = {host!r} can be reached from outside; choose a key for it with gateway.key, "
+                "or bind 127.0.0.1"
+            )
+        self._services: Services = app.state.services
+        self._host, self._port = host, port
+        self._uvicorn = _Uvicorn(
+            uvicorn.Config(
+                app,
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                timeout_keep_alive=120,
+                timeout_graceful_shutdown=GRACE_S,
+            )
+        )
+        self._serving: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        """Where it listens; the port is real after `start`."""
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self._port}"
+
+    async def start(self) -> None:
+        """Return when requests are accepted. Raises ConfigError when the port is in use."""
+        listener = self._bind()
+        self._port = listener.getsockname()[1]
+        self._serving = asyncio.create_task(self._uvicorn.serve([listener]), name="gateway-server")
+        while not self._uvicorn.started:
+            if self._serving.done():
+                await self._serving
+                raise ConfigError(f"the gateway did not start on {self.url}; its log says why")
+            await asyncio.sleep(0.005)
+
+    async def stop(self) -> None:
+        """Safe to repeat."""
+        self._services.feed.close()
+        self._services.gate.close()
+        if self._serving is not None:
+            self._uvicorn.should_exit = True
+            await self._serving
+
+    async def wait(self) -> None:
+        """Return when the server has ended."""
+        if self._serving is not None:
+            await asyncio.shield(self._serving)
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    def _bind(self) -> socket.socket:
+        try:
+            family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+            listener = socket.create_server((self._host, self._port), family=family, backlog=2048)
+        except OSError as error:
+            raise ConfigError(
+                f"the gateway cannot listen on {self._host} port {self._port}: {error.strerror}; "
+                "end what uses the port, or choose another with gateway.port (0: a free one)"
+            ) from error
+        return listener
+
+
+class _Uvicorn(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
