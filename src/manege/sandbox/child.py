@@ -1,0 +1,148 @@
+"""The last steps before a program runs: descriptors, environment, limits, sandbox, then exec or call.
+
+Runs in the supervisor's child. Until the program starts, every failure is written to `pipe` and the process ends; the
+pipe closes with the start. A function is then run as the interpreter would run a script: its exceptions, SystemExit
+and atexit functions mean the same.
+"""
+
+import asyncio
+import atexit
+import errno
+import inspect
+import json
+import numbers
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from manege.sandbox.limits import set_limits
+from manege.sandbox.policy import apply, command_paths
+from manege.sandbox.spec import ProcessSpec
+from manege.sandbox.syscalls import PR_SET_PDEATHSIG, is_linux, prctl
+
+__all__ = ["Function", "run_child"]
+
+Function = Callable[..., Any]
+
+_COULD_NOT_START = 127
+
+
+def run_child(
+    spec: ProcessSpec, function: Function | None, code: Sequence[str], outputs: Sequence[int], reply: int, pipe: int
+) -> NoReturn:
+    """Become the program. `code`: files of interpreter and function; `outputs`: stdout and stderr; `reply`: a file."""
+    try:
+        keep = [pipe] if function is None else [pipe, reply]
+        _prepare(spec, outputs, keep)
+        if spec.policy is not None:
+            if function is None:
+                code = [*code, *command_paths(spec.program, spec.env.get("PATH", os.defpath))]
+            apply(spec.policy, code=code)
+        if function is None:
+            os.execvpe(spec.program[0], list(spec.program), dict(spec.env))
+    except BaseException as error:  # a process that is half set up may not go on, whatever it was
+        os.write(pipe, f"{type(error).__name__}: {error}".encode())
+        os._exit(_COULD_NOT_START)
+    if not spec.replies:
+        os.close(reply)
+    os.close(pipe)
+    _exit_after(spec, function, reply)
+
+
+def _prepare(spec: ProcessSpec, outputs: Sequence[int], keep: Sequence[int]) -> None:
+    supervisor = os.getppid()
+    os.setsid()
+    signal.set_wakeup_fd(-1)
+    # Python ignores the last two; programs expect the defaults.
+    for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)
+    if is_linux():
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != supervisor:
+            os._exit(_COULD_NOT_START)
+        _offer_to_oom_killer()
+    with tempfile.TemporaryFile() as stdin:
+        stdin.write(spec.stdin)
+        stdin.seek(0)
+        for target, source in enumerate((stdin.fileno(), *outputs)):
+            os.dup2(source, target)
+    edges = [2, *sorted(keep), os.sysconf("SC_OPEN_MAX")]
+    for low, high in zip(edges, edges[1:], strict=False):
+        os.closerange(low + 1, high)
+    os.umask(0o022)
+    os.chdir(spec.cwd)
+    os.environ.clear()
+    os.environ.update(spec.env)
+    set_limits(spec.limits)
+
+
+def _offer_to_oom_killer() -> None:
+    """A machine that runs out of memory should lose an agent, not the training."""
+    with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+        file.write("500")
+
+
+def _exit_after(spec: ProcessSpec, function: Function, reply: int) -> NoReturn:
+    """Call the function and exit as a script would; os._exit spares taking a large interpreter down module by module."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    sys.argv = [str(spec.program)]
+    random.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    code = 0
+    try:
+        result = function(*spec.args)
+        if inspect.iscoroutine(result):
+            result = asyncio.run(result)
+        if spec.replies:
+            os.write(reply, json.dumps(result, default=_plain).encode())
+    except SystemExit as stop:
+        code = _exit_code(stop)
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        code = 1
+        _die_of_limit(error)
+    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]  # waits for threads, as the interpreter does
+    atexit._run_exitfuncs()
+    _flush()
+    os._exit(code)
+
+
+def _exit_code(stop: SystemExit) -> int:
+    if stop.code is None:
+        return 0
+    if isinstance(stop.code, int):
+        return stop.code & 0xFF
+    print(stop.code, file=sys.stderr)  # noqa: T201  # what the interpreter does with `sys.exit("message")`
+    return 1
+
+
+def _die_of_limit(error: BaseException) -> None:
+    """Turn Python's view of a limit into the signal that says so to the supervisor."""
+    limit = None
+    if isinstance(error, MemoryError):
+        limit = signal.SIGKILL
+    elif isinstance(error, OSError) and error.errno == errno.EFBIG:
+        limit = signal.SIGXFSZ
+    if limit is not None:
+        _flush()
+        os.kill(os.getpid(), limit)
+
+
+def _plain(value: Any) -> float | str:
+    """Numbers of other libraries as floats; the rest as text, which no reader takes for a number."""
+    return float(value) if isinstance(value, numbers.Real) else repr(value)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # closed by the program, or a full disk
+            pass

@@ -1,0 +1,186 @@
+"""Start, await and kill process trees from an asyncio program.
+
+The caller may have threads, sockets and secrets, so it never forks: it asks a warm parent, one per `module:function`
+and role and one for all commands, started on first use with a clean environment. Each process tree has a lifeline, a
+socket to its supervisor: it carries the Exit when every process of the tree is dead, and shutting it is the order to
+kill. If the caller is killed, its lifelines shut and its process trees die.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from manege.errors import HarnessError
+from manege.sandbox.spec import Exit, ProcessSpec, Program
+
+__all__ = ["Launcher", "Process", "search_path"]
+
+_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[2]); from manege.sandbox.warm import main; "
+_BOOT += "main(int(sys.argv[1]), sys.argv[3], sys.argv[4], sys.argv[5:])"
+
+
+def search_path() -> str:
+    """PATH of every program that we start: this interpreter's folder and the system's."""
+    return os.pathsep.join([str(Path(sys.executable).parent), "/usr/local/bin", "/usr/bin", "/bin"])
+
+
+class Process:
+    """A process tree that was started. Await `wait` or `kill`, else it goes on."""
+
+    def __init__(self, lifeline: socket.socket, name: str) -> None:
+        self._lifeline = lifeline
+        self._name = name
+        self._ended = asyncio.create_task(self._receive(), name=f"wait for {name}")
+
+    async def wait(self, timeout_s: float | None = None) -> Exit:
+        """Until every process is dead; when the time is used up they are killed. Raises HarnessError if the program
+        could not be started."""
+        await asyncio.wait({self._ended}, timeout=timeout_s)
+        if self._ended.done():
+            return self._ended.result()
+        return replace(await self.kill(), timed_out=True)
+
+    async def kill(self) -> Exit:
+        """Kill; returns when every process is dead. The order is given even if the caller does not wait."""
+        if not self._ended.done():
+            with contextlib.suppress(OSError):  # it has just ended by itself
+                self._lifeline.shutdown(socket.SHUT_WR)
+        return await asyncio.shield(self._ended)
+
+    async def _receive(self) -> Exit:
+        loop = asyncio.get_running_loop()
+        received = bytearray()
+        with self._lifeline:
+            while chunk := await loop.sock_recv(self._lifeline, 1 << 16):
+                received += chunk
+        if not received:
+            raise HarnessError(f"{self._name}: its supervisor was killed; processes of it may be left")
+        ended = Exit(**json.loads(received))
+        if ended.error is not None:
+            raise HarnessError(f"{self._name} could not be started: {ended.error}")
+        return ended
+
+
+class Launcher:
+    """Starts processes. `close` ends the warm parents; process trees that still run are killed by their owners."""
+
+    def __init__(self, *, import_paths: Sequence[str] | None = None) -> None:
+        """`import_paths`: where functions are imported from; None: as here, and the current folder."""
+        self._import_paths = [*sys.path, os.getcwd()] if import_paths is None else list(import_paths)
+        self._parents: dict[tuple[str, str], asyncio.Task[_WarmParent]] = {}
+
+    async def check(self, program: Program, *, role: str, preload: Sequence[str] = ()) -> None:
+        """Make ready to start a program: import its function, or find its command. Raises HarnessError.
+
+        `preload`: modules that the arguments of a function need, imported once instead of in each fork.
+        """
+        if not isinstance(program, str):
+            if not program:
+                raise HarnessError(f"{role}: the command is an empty list; name a program")
+            if shutil.which(program[0], path=search_path()) is None:
+                raise HarnessError(
+                    f"{role}: command {program[0]!r} does not exist or is not executable (searched {search_path()}); "
+                    "give its absolute path"
+                )
+        await self._parent(program, role, preload)
+
+    async def start(self, spec: ProcessSpec) -> Process:
+        """Start a process tree. Raises HarnessError if its function cannot be imported."""
+        name = f"{spec.role} {spec.program!r}"
+        lifeline, far_end = socket.socketpair()
+        lifeline.setblocking(False)
+        with far_end, tempfile.TemporaryFile() as request:
+            request.write(pickle.dumps(spec))
+            request.seek(0)
+            descriptors = [request.fileno(), far_end.fileno()]
+            parent = await self._parent(spec.program, spec.role)
+            try:
+                parent.send(descriptors)
+            except OSError:  # it was killed; a new one does as well
+                await self._forget(spec.program, spec.role)
+                (await self._parent(spec.program, spec.role)).send(descriptors)
+        return Process(lifeline, name)
+
+    async def close(self) -> None:
+        """End the warm parents. Safe to repeat."""
+        for program, role in list(self._parents):
+            await self._forget(program, role)
+
+    async def _parent(self, program: Program, role: str, preload: Sequence[str] = ()) -> "_WarmParent":
+        key = (program, role) if isinstance(program, str) else ("", "command")
+        if key not in self._parents:
+            opening = _WarmParent.open(*key, preload=preload, import_paths=self._import_paths)
+            self._parents[key] = asyncio.create_task(opening, name=f"warm parent of {role}")
+        try:
+            return await asyncio.shield(self._parents[key])
+        except HarnessError:
+            self._parents.pop(key, None)
+            raise
+
+    async def _forget(self, program: Program, role: str) -> None:
+        key = (program, role) if isinstance(program, str) else ("", "command")
+        if task := self._parents.pop(key, None):
+            await (await task).close()
+
+
+class _WarmParent:
+    """A running warm parent, seen from outside."""
+
+    def __init__(self, popen: subprocess.Popen[bytes], control: socket.socket) -> None:
+        self._popen = popen
+        self._control = control
+
+    @classmethod
+    async def open(
+        cls, program: str, role: str, *, preload: Sequence[str], import_paths: Sequence[str]
+    ) -> "_WarmParent":
+        """Start it and wait until it has imported the program. Raises HarnessError."""
+        control, far_end = socket.socketpair()
+        control.setblocking(False)
+        with far_end:
+            number = far_end.fileno()
+            popen = subprocess.Popen(
+                [sys.executable, "-P", "-c", _BOOT, str(number), json.dumps(import_paths), program, role, *preload],
+                # Numeric libraries would start threads when they are imported, and a fork must have none.
+                env={"PATH": search_path(), "LANG": "C.UTF-8", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+                cwd="/",
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[number],
+                start_new_session=True,
+            )
+        parent = cls(popen, control)
+        try:
+            answer = await asyncio.get_running_loop().sock_recv(control, 1 << 16)
+        except BaseException:
+            await parent.close()
+            raise
+        if answer != b"\n":
+            await parent.close()
+            message = answer.decode("utf-8", "replace") or f"the warm parent of {program!r} died; see its output above"
+            raise HarnessError(message)
+        return parent
+
+    def send(self, descriptors: Sequence[int]) -> None:
+        """Ask for a process."""
+        socket.send_fds(self._control, [b"s"], descriptors)
+
+    async def close(self) -> None:
+        """End it, killing it if an import hangs."""
+        self._control.close()
+        try:
+            await asyncio.to_thread(self._popen.wait, 2)
+        except subprocess.TimeoutExpired:
+            self._popen.send_signal(signal.SIGKILL)
+            await asyncio.to_thread(self._popen.wait)

@@ -1,0 +1,60 @@
+"""Limits of one process of an agent, from LimitsConfig; descendants inherit them.
+
+The number of processes is not here: RLIMIT_NPROC counts all processes of a user, and root is exempt, so the supervisor
+counts them.
+"""
+
+import resource
+from dataclasses import dataclass
+
+from manege.config import LimitsConfig
+from manege.sandbox.syscalls import is_linux
+
+__all__ = ["Limits", "set_limits"]
+
+_MB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Bytes and counts. None: unlimited, for programs of the user's own (setup, scorer)."""
+
+    memory_bytes: int | None = None
+    """Address space of a process."""
+    file_bytes: int | None = None
+    """Size of a file."""
+    num_files: int | None = None
+    """Open files of a process."""
+    num_processes: int | None = None
+    """Descendants at once; more end the attempt."""
+    output_bytes: int = 16 * _MB
+    """stdout and stderr that are kept, each."""
+
+    @classmethod
+    def from_config(cls, config: LimitsConfig) -> "Limits":
+        """Those of an agent."""
+        return cls(
+            memory_bytes=config.memory_mb * _MB,
+            file_bytes=config.file_mb * _MB,
+            num_files=config.num_files,
+            num_processes=config.num_processes,
+            output_bytes=config.output_mb * _MB,
+        )
+
+
+def set_limits(limits: Limits) -> None:
+    """Limit this process; never above what it has already."""
+    _set(resource.RLIMIT_CORE, 0)
+    if is_linux():  # macOS refuses to limit the address space
+        _set(resource.RLIMIT_AS, limits.memory_bytes)
+    _set(resource.RLIMIT_FSIZE, limits.file_bytes)
+    _set(resource.RLIMIT_NOFILE, limits.num_files)
+
+
+def _set(kind: int, value: int | None) -> None:
+    if value is None:
+        return
+    _, hard = resource.getrlimit(kind)
+    if hard != resource.RLIM_INFINITY:
+        value = min(value, hard)
+    resource.setrlimit(kind, (value, value))

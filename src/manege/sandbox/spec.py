@@ -1,0 +1,66 @@
+"""What the controller asks of a warm parent, and what comes back: plain data that crosses processes.
+
+A request (ProcessSpec) travels as a pickle from the controller to the supervisor, never the other way; an Exit travels
+back as JSON, since nothing that an agent's process could write may be unpickled.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from manege.sandbox.limits import Limits
+from manege.sandbox.policy import Policy
+
+__all__ = ["Exit", "ProcessSpec", "Program"]
+
+Program = str | Sequence[str]
+"""`module:function`, called in a fork of a warm parent, or a command as a list of arguments."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSpec:
+    """One process tree to start."""
+
+    program: Program
+    role: str
+    """`agent`, `setup` or `scorer`: each role has its own warm parents; also the name in messages."""
+    env: Mapping[str, str]
+    """The whole environment; nothing is inherited."""
+    cwd: str
+    stdout: str
+    """File to write; created or emptied."""
+    stderr: str
+    """The same; may be the same file as stdout."""
+    limits: Limits
+    policy: Policy | None
+    """None: a program of the user's own, not sandboxed but in its own process tree."""
+    stdin: bytes = b""
+    """For a command."""
+    args: Sequence[Any] = ()
+    """For a function; picklable."""
+    replies: bool = False
+    """Whether a function's return value is wanted back, as JSON."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exit:
+    """How a process tree ended; every process of it is dead."""
+
+    code: int | None
+    """Exit code; None: a signal ended the program, or we did."""
+    signal: int | None
+    """The signal that ended the program; None after a normal exit."""
+    limit: str | None = None
+    """`memory`, `file size` or `processes` if a limit ended it."""
+    timed_out: bool = False
+    """Whether its time was used up; it was then killed by us."""
+    seconds: float
+    """From its start to the death of its last process."""
+    cpu_seconds: float
+    """Of the whole tree."""
+    num_left: int
+    """Processes that were still there when the program ended, and were killed."""
+    reply: str | None = None
+    """What the function returned, as JSON text; a value that JSON lacks as its repr. None: it did not return."""
+    error: str | None = field(default=None, repr=False)
+    """Why the program could not be started; None: it was."""
