@@ -7,12 +7,13 @@ import os
 import signal
 import sys
 from collections.abc import Coroutine
+from types import ModuleType
 from typing import Any
 
 from manege import __version__, logs
 from manege.errors import ManegeError
 
-__all__ = ["main"]
+__all__ = ["main", "make_parser"]
 
 _VERBS = {
     "train": "train an agent's model",
@@ -34,12 +35,27 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
+    modules = _modules()
+    arguments = make_parser().parse_args(argv)
+    logs.setup(verbose=arguments.verbose)
+    try:
+        return _run(modules[arguments.verb].execute(arguments))
+    except ManegeError as error:
+        print(f"manege {arguments.verb}: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
     parser = argparse.ArgumentParser(
         prog="manege", description="Train the model of an agent inside the harness that is deployed."
     )
     parser.add_argument("--version", action="version", version=f"manege {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="verb")
-    modules = {name: importlib.import_module(f"manege.cli.{name}") for name in _VERBS}
+    modules = _modules()
     for name, summary in _VERBS.items():
         verb = verbs.add_parser(
             name,
@@ -50,16 +66,11 @@ def main(argv: list[str] | None = None) -> int:
         )
         verb.add_argument("--verbose", action="store_true", help="log what the parts do to stderr")
         modules[name].add_arguments(verb)
-    arguments = parser.parse_args(argv)
-    logs.setup(verbose=arguments.verbose)
-    try:
-        return _run(modules[arguments.verb].execute(arguments))
-    except ManegeError as error:
-        print(f"manege {arguments.verb}: {error}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+    return parser
+
+
+def _modules() -> dict[str, ModuleType]:
+    return {name: importlib.import_module(f"manege.cli.{name}") for name in _VERBS}
 
 
 def _run(command: Coroutine[Any, Any, int]) -> int:

@@ -1,0 +1,38 @@
+"""Serve a model folder on vLLM's token wire: token ids in, token ids and log-probabilities out."""
+
+import argparse
+import asyncio
+
+from rich.console import Console
+
+from manege.cli.parts import local_engine
+from manege.config import EngineConfig, GatewayConfig, ModelConfig
+from manege.engine.server import create_engine_app
+from manege.gateway.server import GatewayServer
+
+EXAMPLES = """examples:
+  manege engine --model smollm2 --port 8000
+  manege engine --model runs/finder/model --port 8000
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of this verb."""
+    parser.add_argument("--model", default=ModelConfig().path, help="model folder or name (default: %(default)s)")
+    parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="default: %(default)s")
+    parser.add_argument("--host", default=GatewayConfig().host, help="address to bind (default: %(default)s)")
+    parser.add_argument("--port", type=int, default=8000, help="port to bind, 0: any (default: %(default)s)")
+
+
+async def execute(arguments: argparse.Namespace) -> int:
+    """Serve until stopped."""
+    model = ModelConfig(path=arguments.model, device=arguments.device)
+    folder, engine = await asyncio.to_thread(local_engine, model, EngineConfig(), seed=0)
+    try:
+        app = create_engine_app(engine)
+        async with GatewayServer(app, GatewayConfig(host=arguments.host, port=arguments.port)) as server:
+            Console(stderr=True).print(f"engine {server.url}, model {folder.path.name}", highlight=False)
+            await asyncio.get_running_loop().create_future()
+    finally:
+        await engine.close()
+    return 0

@@ -1,0 +1,162 @@
+"""The parts of manege, wired together in one process: store, engine, renderer, gateway, controller, train engine."""
+
+import asyncio
+import fcntl
+import socket
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from manege.client import Client
+from manege.config import EngineConfig, GatewayConfig, ModelConfig, RunConfig
+from manege.controller.loop import Controller
+from manege.engine.base import Engine
+from manege.engine.threads import quiet_threads
+from manege.errors import ConfigError, ManegeError
+from manege.gateway.app import create_app
+from manege.gateway.auth import operator_key
+from manege.gateway.server import GatewayServer
+from manege.model.folder import ModelFolder, open_folder
+from manege.programs import check_program
+from manege.rendering.select import renderer_for
+from manege.sandbox.probe import probe, require
+from manege.store.sql import SqlStore
+from manege.trainer.engines.base import TrainEngine
+
+__all__ = ["FolderLock", "Parts", "check_agents", "controlling", "gateway_serving", "local_engine", "serving"]
+
+
+class FolderLock:
+    """One process per run folder; the lock dies with its holder, however that dies."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "lock"
+        self._file: IO[str] | None = None
+
+    def __enter__(self) -> None:
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("w")
+        except OSError as error:
+            raise ConfigError(f"run folder {self._path.parent} cannot be written: {error}") from error
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self._file.close()
+            raise ConfigError(
+                f"run folder {self._path.parent} is in use by another manege process; "
+                "wait for it, stop it, or choose another folder with folder=..."
+            ) from error
+
+    def __exit__(self, *_: object) -> None:
+        if self._file:
+            self._file.close()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What a verb works with."""
+
+    client: Client
+    train_engine: TrainEngine | None
+
+
+def check_agents(config: RunConfig) -> None:
+    """Refuse programs that cannot be started and machines that cannot isolate agents, before anything runs."""
+    require(config.sandbox, probe())
+    check_program(config.agent.run, what="agent.run")
+    check_program(config.scorer.run, what="scorer.run")
+    if config.agent.setup is not None:
+        check_program(config.agent.setup, what="agent.setup")
+
+
+@asynccontextmanager
+async def serving(config: RunConfig, *, train: bool) -> AsyncIterator[Parts]:
+    """Everything in this process, for as long as the context lasts; a part that fails ends it with its error."""
+    async with AsyncExitStack() as stack:
+        model_folder = open_folder(config.model.path)
+        engine, train_engine = await asyncio.to_thread(_engines, config, model_folder, train)
+        stack.push_async_callback(engine.close)
+        server = await stack.enter_async_context(
+            gateway_serving(
+                config.gateway, model_folder, engine, config.run_folder, max_context=config.model.max_context
+            )
+        )
+        client = await stack.enter_async_context(Client(server.url, server.key))
+        await stack.enter_async_context(controlling(client, config))
+        yield Parts(client=client, train_engine=train_engine)
+
+
+def local_engine(model: ModelConfig, config: EngineConfig, *, seed: int) -> tuple[ModelFolder, Engine]:
+    """A model folder and the engine that serves it, without a trainer."""
+    folder = open_folder(model.path)
+    quiet_threads()
+    from manege.engine.local import LocalEngine
+    from manege.model.load import load_model, pick_device
+
+    loaded = load_model(folder, pick_device(model.device))
+    return folder, LocalEngine(loaded, folder, config=config, seed=seed, max_context=model.max_context)
+
+
+def _engines(config: RunConfig, folder: ModelFolder, train: bool) -> tuple[Engine, TrainEngine | None]:
+    """The engine and, over the same weights, the train engine."""
+    quiet_threads()
+    from manege.engine.local import LocalEngine
+    from manege.model.load import load_model, pick_device
+    from manege.trainer.engines.torch import TorchEngine
+
+    model = load_model(folder, pick_device(config.model.device))
+    trainer = TorchEngine(model, folder, config.train) if train else None
+    engine = LocalEngine(model, folder, config=config.engine, seed=config.seed, max_context=config.model.max_context)
+    return engine, trainer
+
+
+@dataclass(frozen=True, slots=True)
+class _Served:
+    url: str
+    key: str
+
+
+@asynccontextmanager
+async def gateway_serving(
+    config: GatewayConfig, folder: ModelFolder, engine: Engine, data: Path, *, max_context: int | None
+) -> AsyncIterator[_Served]:
+    """The gateway over an engine, with its store in `data`."""
+    async with AsyncExitStack() as stack:
+        store = await SqlStore.open(data / "manege.db")
+        stack.push_async_callback(store.close)
+        key = config.key or operator_key(data)
+        limit = min(folder.context_limit, max_context or folder.context_limit)
+        app = create_app(
+            store=store,
+            engine=engine,
+            renderer=renderer_for(folder),
+            operator_key=key,
+            model_name=folder.path.name,
+            context_limit=limit,
+            clock=time.time,
+        )
+        server = await stack.enter_async_context(GatewayServer(app, config))
+        yield _Served(server.url, key)
+
+
+@asynccontextmanager
+async def controlling(client: Client, config: RunConfig) -> AsyncIterator[None]:
+    """A controller beside the body of the context; it is stopped at the end, its agents killed."""
+    controller = Controller(
+        client,
+        name=f"{socket.gethostname()}-{config.name}",
+        folder=config.run_folder,
+        config=config.controller,
+        sandbox=config.sandbox,
+    )
+    try:
+        async with asyncio.TaskGroup() as group:
+            task = group.create_task(controller.run(), name="controller")
+            yield
+            task.cancel()
+    except* ManegeError as errors:
+        raise errors.exceptions[0] from None

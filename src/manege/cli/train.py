@@ -1,0 +1,94 @@
+"""Train an agent's model: everything in this process, or against a gateway that runs elsewhere."""
+
+import argparse
+import asyncio
+import json
+import time
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from rich.console import Console
+
+from manege.cli.arguments import add_gateway_arguments, add_run_arguments, connect, read_run
+from manege.cli.parts import FolderLock, Parts, check_agents, serving, train_engine_alone
+from manege.cli.view import TrainView, summary
+from manege.config import RunConfig
+from manege.errors import ConfigError
+from manege.trainer.loop import Trainer
+
+EXAMPLES = """examples:
+  manege train src/manege/recipes/finder/run.toml
+  manege train src/manege/recipes/finder/run.toml --quick folder=runs/quick
+  manege train my/run.toml train.learning_rate=1e-5 seed=1 folder=runs/second
+  manege train my/run.toml folder=runs/second --resume
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of this verb."""
+    add_run_arguments(parser)
+    add_gateway_arguments(parser)
+    parser.add_argument("--resume", action="store_true", help="go on from the run folder's last checkpoint")
+
+
+async def execute(arguments: argparse.Namespace) -> int:
+    """Train; leaves metrics, curve, checkpoints and the model in the run folder."""
+    config = read_run(arguments)
+    folder = config.run_folder
+    console = Console()
+    with FolderLock(folder):
+        _check_folder(folder, resume=arguments.resume)
+        check_agents(config)
+        (folder / "config.json").write_text(json.dumps(config.model_dump(mode="json"), indent=1))
+        console.print(f"manege train {config.name}: run folder {folder}", highlight=False)
+        try:
+            async with AsyncExitStack() as stack:
+                view = stack.enter_context(TrainView(config, console))
+                view.on_phase("loading the model")
+                parts = await stack.enter_async_context(_parts(arguments, config))
+                rows = await _train(parts, config, view, resume=arguments.resume)
+        except asyncio.CancelledError:
+            console.print(f"\nstopped; go on with: manege train {arguments.run_file} folder={folder} --resume")
+            raise
+    console.print(summary(rows, config))
+    console.print(_next_commands(arguments.run_file, folder), highlight=False, soft_wrap=True)
+    return 0
+
+
+def _parts(arguments: argparse.Namespace, config: RunConfig):  # noqa: ANN202 - one of two context managers
+    if arguments.gateway:
+        return train_engine_alone(config, connect(arguments))
+    return serving(config, train=True)
+
+
+async def _train(parts: Parts, config: RunConfig, view: TrainView, *, resume: bool) -> list:
+    assert parts.train_engine is not None
+    trainer = Trainer(config, parts.client, parts.train_engine, view, clock=time.time, resume=resume)
+    poll = asyncio.create_task(view.poll(parts.client), name="view")
+    try:
+        return list(await trainer.run())
+    finally:
+        poll.cancel()
+
+
+def _check_folder(folder: Path, *, resume: bool) -> None:
+    used = (folder / "metrics.jsonl").exists() or (folder / "checkpoints").exists()
+    if used and not resume:
+        raise ConfigError(
+            f"run folder {folder} already holds a run; go on with --resume, or choose another one with folder=..."
+        )
+    if resume and not used:
+        raise ConfigError(f"--resume: run folder {folder} holds no run; check folder=...")
+
+
+def _next_commands(run_file: Path, folder: Path) -> str:
+    return "\n".join(
+        [
+            f"model    {folder / 'model'} (Hugging Face format)",
+            f"curve    {folder / 'curve.png'}, curve.svg; metrics.jsonl beside them",
+            "next:",
+            f"  manege run  {run_file} model.path={folder / 'model'}   # one task, with the transcript",
+            f"  manege run  {run_file}   # the same with the untrained model",
+            f"  manege eval {run_file} model.path={folder / 'model'}   # held-out success",
+        ]
+    )
