@@ -13,11 +13,11 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from manege.engine.base import Generation, Sampling, collect
+from manege.engine.connection import ClientGone, Connection
 from manege.errors import ConflictError, EngineError, ManegeError, NotFoundError, UnavailableError
 from manege.gateway.admission import admit
 from manege.gateway.auth import AgentIdentity
 from manege.gateway.capture import answer_message, new_call, reply_to
-from manege.gateway.connection import ClientGone, Connection
 from manege.gateway.continuation import Conversation, Conversations, Prompt
 from manege.gateway.services import Services
 from manege.logs import get_logger, kv
@@ -26,7 +26,7 @@ from manege.protocols.chat import ChatCompletions
 from manege.protocols.completions import Completions
 from manege.protocols.openai import error_body
 from manege.rendering.base import Renderer
-from manege.types import Call, Delivered, Event, JsonObject
+from manege.types import Call, Delivered, Event, FinishReason, JsonObject
 
 __all__ = ["inference_routes"]
 
@@ -120,7 +120,10 @@ class ModelCalls:
 
         async def behind_gate() -> Generation:
             async with services.gate.enter():
-                return await collect(services.engine.generate(prompt.ids.tolist(), sampling))
+                generation = await collect(services.engine.generate(prompt.ids.tolist(), sampling))
+            if generation.finish_reason is FinishReason.ABORT:
+                raise EngineError("the engine aborted the answer; see its log")
+            return generation
 
         try:
             return await connection.run(behind_gate())

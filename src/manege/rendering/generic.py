@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 
 from tokenizers import Tokenizer
 
-from manege.errors import ModelError
 from manege.rendering.base import ParsedReply
 from manege.rendering.parse import MARKERS, parse_text
 from manege.rendering.template import ChatTemplate
@@ -37,7 +36,7 @@ class GenericRenderer:
         chat_template: str,
         *,
         special_tokens: Mapping[str, str],
-        eos_ids: Sequence[int],
+        eos_ids: frozenset[int],
     ) -> None:
         """`eos_ids`: what the model's configuration calls end of sequence. Raises ModelError."""
         self._tokenizer = tokenizer
@@ -48,9 +47,7 @@ class GenericRenderer:
         }
         self._hidden_ids = frozenset(index for index, content in special.items() if content not in MARKERS)
         self._closers = self._find_closers(special, eos_ids)
-        self.stop_ids = frozenset(eos_ids) | frozenset(self._closers.values())
-        if not self.stop_ids:
-            raise ModelError("the model has no end-of-turn token: neither its chat template nor its config names one")
+        self.stop_ids = eos_ids | frozenset(self._closers.values())
 
     def render(self, messages: Sequence[JsonObject], tools: Sequence[JsonObject]) -> list[int]:
         return self.encode(self._template.text(messages, tools))
@@ -89,7 +86,7 @@ class GenericRenderer:
     def decode(self, ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=True)
 
-    def _find_closers(self, special: Mapping[int, str], eos_ids: Sequence[int]) -> dict[str, int]:
+    def _find_closers(self, special: Mapping[int, str], eos_ids: frozenset[int]) -> dict[str, int]:
         """Text and id of the tokens that may close an assistant turn: the one after a short answer, and the eos."""
         turn = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": _MARK}]
         after = self.encode(self._template.text(turn, (), answer=False).partition(_MARK)[2])

@@ -1,4 +1,4 @@
-"""Whether the caller is still there, while its answer is being made.
+"""Whether an HTTP caller is still there while its answer is being generated; for the gateway and the engine server.
 
 ASGI tells of a disconnect only to who calls `receive`, so one task waits there until the answer is sent.
 """
