@@ -21,7 +21,7 @@ from manege.engine.base import Weights
 from manege.errors import TrainerError
 from manege.model.base import LanguageModel
 from manege.model.folder import ModelFolder
-from manege.model.load import export_folder, load_weights, save_weights
+from manege.model.load import export_folder, read_weights, save_weights
 from manege.trainer.algo.batching import micro_batches
 from manege.trainer.algo.samples import Sample
 from manege.trainer.algo.tree import build_tree, separate
@@ -111,7 +111,7 @@ class TorchEngine:
                 f"checkpoint {folder} has {header['num_parameters']} parameters, the model {self._num_parameters()}; "
                 "resume with the model it was made with"
             )
-        load_weights(self._model, folder)
+        read_weights(self._model, folder)
         state = torch.load(folder / _STATE_FILE, weights_only=True)
         self._optimizer.load_state_dict(state["optimizer"])
         torch.set_rng_state(state["rng"])
