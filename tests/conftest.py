@@ -1,0 +1,55 @@
+"""Fixtures shared by tests: a store in a file, and a real gateway on a real socket with the scripted engine."""
+
+from pathlib import Path
+
+import pytest
+
+from manege.client import Client
+from manege.engine.scripted import ScriptedEngine, hashed_reply
+from manege.gateway.app import create_app
+from manege.gateway.server import GatewayServer
+from manege.model.folder import open_folder
+from manege.rendering.select import renderer_for
+from manege.store.sql import SqlStore
+
+TINY_MODEL = Path(__file__).parent / "tiny" / "model"
+OPERATOR_KEY = "mo-test-operator"
+
+
+@pytest.fixture
+def anyio_backend():
+    return "asyncio"
+
+
+@pytest.fixture
+async def store(tmp_path):
+    opened = await SqlStore.open(tmp_path / "store.db")
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture
+async def engine():
+    made = ScriptedEngine(hashed_reply(num_tokens=4, first_id=97, last_id=122))
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+async def gateway(store, engine):
+    app = create_app(
+        store=store,
+        engine=engine,
+        renderer=renderer_for(open_folder(str(TINY_MODEL))),
+        operator_key=OPERATOR_KEY,
+        model_name="tiny",
+        context_limit=2048,
+    )
+    async with GatewayServer(app) as server:
+        yield server
+
+
+@pytest.fixture
+async def client(gateway):
+    async with Client(gateway.url, OPERATOR_KEY) as opened:
+        yield opened

@@ -1,0 +1,138 @@
+"""What only the SQL store can get wrong: schema, durability settings, size on disk, failures of the database."""
+
+import asyncio
+import resource
+import sqlite3
+
+import numpy as np
+import pytest
+
+from manege.errors import ConfigError, StoreError
+from manege.store.sql import SqlStore
+from manege.types import RolloutSpec, Task
+from tests.calls import make_call
+
+pytestmark = pytest.mark.anyio
+
+
+def spec(name, text=""):
+    return RolloutSpec(id=name, run="run", task=Task(id="t", input={"text": text}))
+
+
+async def test_a_newer_schema_is_refused_with_what_to_do(tmp_path):
+    path = tmp_path / "store.db"
+    await (await SqlStore.open(path)).close()
+    connection = sqlite3.connect(path)
+    connection.execute("UPDATE schema_version SET version = 7")
+    connection.commit()
+    connection.close()
+    with pytest.raises(ConfigError, match=r"has schema 7.*upgrade manege"):
+        await SqlStore.open(path)
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [("postgresql://x/y", "not supported"), (":memory:", "name a file"), ("sqlite://", "name a file")],
+)
+async def test_a_database_that_cannot_be_used_is_refused(url, message):
+    with pytest.raises(ConfigError, match=message):
+        await SqlStore.open(url)
+
+
+async def test_a_file_that_is_no_database_and_a_missing_folder_are_named(tmp_path):
+    (tmp_path / "text").write_text("hello " * 1000)
+    with pytest.raises(StoreError, match=r"text failed.*not an SQLite database"):
+        await SqlStore.open(tmp_path / "text")
+    with pytest.raises(StoreError, match="its folder exists"):
+        await SqlStore.open(tmp_path / "none" / "store.db")
+
+
+async def test_commits_are_synced_to_the_write_ahead_log(tmp_path):
+    store = await SqlStore.open(f"sqlite:///{tmp_path}/store.db")
+    settings = await store._writer.submit(
+        lambda connection: [
+            connection.exec_driver_sql(f"PRAGMA {name}").scalar() for name in ("journal_mode", "synchronous")
+        ]
+    )
+    await store.close()
+    assert settings == ["wal", 2]
+
+
+async def test_a_full_disk_fails_writes_clearly_and_the_store_recovers(tmp_path):
+    path = tmp_path / "store.db"
+    store = await SqlStore.open(path)
+    await store.create_rollouts([spec("before")])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, limits[1]))
+    try:
+        with pytest.raises(StoreError, match=r"store.db failed: (disk I/O error|database or disk is full)"):
+            await store.create_rollouts([spec("large", "x" * 1_000_000)])
+        assert (await store.get_rollout("before")).spec.id == "before"
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    await store.create_rollouts([spec("large", "x" * 1_000_000)])
+    assert (await store.get_rollout("large")).spec.task.input["text"] == "x" * 1_000_000
+    await store.close()
+
+
+async def test_a_locked_database_fails_writes_clearly_and_the_store_recovers(tmp_path):
+    store = await SqlStore.open(tmp_path / "store.db")
+    other = sqlite3.connect(tmp_path / "store.db", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    pending = [asyncio.create_task(store.create_rollouts([spec(name)])) for name in "ab"]
+    results = await asyncio.gather(*pending, return_exceptions=True)
+    assert ["another process holds" in str(result) for result in results] == [True, True]
+    other.execute("ROLLBACK")
+    other.close()
+    await store.create_rollouts([spec("a")])
+    await store.close()
+    with pytest.raises(StoreError, match="closed"):
+        await store.create_rollouts([spec("b")])
+
+
+async def test_a_conversation_of_many_turns_costs_its_new_tokens_only(tmp_path):
+    store = await SqlStore.open(tmp_path / "store.db")
+    await store.create_rollouts([spec("r")])
+    prompt, parent = list(range(2000)), None
+    for turn in range(100):
+        await store.add_call(make_call(f"c{turn}", prompt, [turn] * 100, parent=parent))
+        prompt, parent = [*prompt, *[turn] * 100, 7, 8], f"c{turn}"
+    calls = (await store.calls(["r"]))["r"]
+    await store.close()
+    assert calls[-1].prompt_ids_P.tolist() == prompt[:-102]
+    assert sum(len(call.prompt_ids_P) for call in calls) * 4 > 2_500_000
+    assert (tmp_path / "store.db").stat().st_size < 300_000
+
+
+async def test_leases_start_anew_when_the_store_was_away(tmp_path):
+    now_s = 1000.0
+    store = await SqlStore.open(tmp_path / "store.db", clock=lambda: now_s)
+    await store.create_rollouts([spec("r")])
+    await store.claim(controller="c", limit=1, lease_s=30)
+    await store.close()
+    now_s = 5000.0
+    store = await SqlStore.open(tmp_path / "store.db", clock=lambda: now_s)
+    assert await store.claim(controller="other", limit=1, lease_s=30) == []
+    now_s = 5031.0
+    assert [rollout.attempt for rollout in await store.claim(controller="other", limit=1, lease_s=30)] == [1]
+    await store.close()
+
+
+async def test_what_a_caller_no_longer_waits_for_is_still_written(tmp_path):
+    store = await SqlStore.open(tmp_path / "store.db")
+    task = asyncio.create_task(store.create_rollouts([spec("r")]))
+    await asyncio.sleep(0)
+    task.cancel()
+    await store.create_rollouts([spec("next")])
+    assert (await store.get_rollout("r")).spec.id == "r"
+    await store.close()
+
+
+async def test_log_probabilities_survive_bit_for_bit(tmp_path):
+    store = await SqlStore.open(tmp_path / "store.db")
+    await store.create_rollouts([spec("r")])
+    logprobs = np.random.default_rng(0).normal(size=500).astype(np.float32)
+    await store.add_call(make_call("c", [1], list(range(500)), logprobs=logprobs))
+    found = (await store.calls(["r"]))["r"][0].logprobs_R
+    await store.close()
+    assert found.tobytes() == logprobs.tobytes()
