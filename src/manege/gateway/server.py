@@ -35,7 +35,8 @@ class GatewayServer:
                 f"gateway.host = {host!r} can be reached from outside; choose a key for it with gateway.key, "
                 "or bind 127.0.0.1"
             )
-        self._services: Services = app.state.services
+        self.app = app
+        self.services: Services = app.state.services
         self._host, self._port = host, port
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
@@ -70,8 +71,8 @@ class GatewayServer:
 
     async def stop(self) -> None:
         """Safe to repeat."""
-        self._services.feed.close()
-        self._services.gate.close()
+        self.services.feed.close()
+        self.services.gate.close()
         if self._serving is not None:
             self._uvicorn.should_exit = True
             await self._serving
