@@ -1,0 +1,95 @@
+"""Run files: what is refused says the key, the value and the nearest right one."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from manege.config import load_config
+from manege.errors import ConfigError
+
+GOOD = """
+name = "x"
+tasks = { train = "t.jsonl" }
+agent = { run = ["true"] }
+scorer = { run = "m:f" }
+[quick]
+"train.steps" = 3
+"""
+
+
+@pytest.fixture
+def run_file(tmp_path):
+    path = tmp_path / "run.toml"
+    path.write_text(GOOD)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.setps=3", r"unknown key 'train.setps' \(value 3\); did you mean 'train.steps'\?"),
+        ("learning_rate=3", r"unknown key 'learning_rate' \(value 3\); did you mean 'train.learning_rate'\?"),
+        ("train.steps=0", r"train.steps: .*greater than 0 \(value 0\)"),
+        ('train.steps="many"', r"train.steps: .*integer.* \(value 'many'\)"),
+        ("train.group_size=1", r"train.group_size: .*greater than or equal to 2 \(value 1\)"),
+        ("sampling.temperature=0", r"sampling.temperature: .*greater than 0 \(value 0\)"),
+        ("gateway.port=70000", r"gateway.port: .*65535 \(value 70000\)"),
+        ("credit.weighting=constant", r"constant_tokens and weighting"),
+        ("credit.advantage=gae", r"credit.advantage: .*'centred', 'grpo' or 'rloo' \(value 'gae'\)"),
+        ("name=../x", r"name: .*pattern.* \(value '../x'\)"),
+        ("name.x=1", r"override 'name.x': name is a value"),
+        ("steps", r"override 'steps' is not of the form"),
+    ],
+)
+def test_impossible_values_are_named(run_file, override, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(run_file, [override])
+
+
+def test_overrides_are_toml_values_or_strings(run_file):
+    config = load_config(run_file, ["train.steps=7", "model.path=runs/my model", "evaluation.temperatures=[0.5]"])
+    assert (config.train.steps, config.model.path, config.evaluation.temperatures) == (7, "runs/my model", [0.5])
+
+
+def test_quick_applies_its_table_and_command_line_wins(run_file):
+    assert load_config(run_file, quick=True).train.steps == 3
+    assert load_config(run_file, ["train.steps=5"], quick=True).train.steps == 5
+
+
+def test_quick_without_a_table_is_refused(run_file):
+    run_file.write_text(GOOD.split("[quick]")[0])
+    with pytest.raises(ConfigError, match=r"has no \[quick\] table"):
+        load_config(run_file, quick=True)
+
+
+@pytest.mark.parametrize(("text", "message"), [("name = ", "cannot be read"), ("name = 'x'", "'tasks' is missing")])
+def test_broken_files_are_named(run_file, text, message):
+    run_file.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_config(run_file)
+
+
+def test_missing_file_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="does not exist"):
+        load_config(tmp_path / "no.toml")
+
+
+def test_shipped_run_files_are_valid():
+    folder = Path(__file__).parents[2] / "src" / "manege" / "recipes"
+    files = list(folder.glob("*/run.toml"))
+    assert files
+    for path in files:
+        load_config(path)
+        load_config(path, quick=True)
+
+
+def test_the_core_imports_no_torch():
+    code = (
+        "import sys, manege, manege.config, manege.types, manege.client, manege.gateway.app, manege.controller.loop, "
+        "manege.trainer.loop, manege.cli\n"
+        "sys.exit(' '.join(m for m in ('torch', 'transformers', 'matplotlib', 'openai') if m in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
