@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 
 from tokenizers import Tokenizer
 
+from manege.errors import ModelError, ProtocolError
 from manege.rendering.base import ParsedReply
 from manege.rendering.parse import MARKERS, parse_text
 from manege.rendering.template import ChatTemplate
@@ -89,7 +90,10 @@ class GenericRenderer:
     def _find_closers(self, special: Mapping[int, str], eos_ids: frozenset[int]) -> dict[str, int]:
         """Text and id of the tokens that may close an assistant turn: the one after a short answer, and the eos."""
         turn = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": _MARK}]
-        after = self.encode(self._template.text(turn, (), answer=False).partition(_MARK)[2])
+        try:
+            after = self.encode(self._template.text(turn, (), answer=False).partition(_MARK)[2])
+        except ProtocolError as error:
+            raise ModelError(f"the model cannot be used for chats: {error}") from error
         ids = {*eos_ids, *after[:1]}
         return {special[index]: index for index in ids if index in special}
 

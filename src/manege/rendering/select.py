@@ -1,11 +1,12 @@
 """Which renderer a model folder gets.
 
 The library `renderers` goes by names; a folder's own chat template is the truth. So a known renderer is taken only if
-it renders a short conversation to the same ids as the template; otherwise, and for all other models, ours is.
+it renders two short conversations to the same ids as the template; otherwise, and for all other models, ours is.
 """
 
 import re
 
+from manege.errors import ProtocolError
 from manege.logs import get_logger, kv
 from manege.model.folder import ModelFolder
 from manege.rendering.base import Renderer
@@ -15,11 +16,21 @@ __all__ = ["renderer_for"]
 
 _log = get_logger("rendering")
 
-_PROBE = (
-    {"role": "system", "content": "Be brief."},
-    {"role": "user", "content": "Hi"},
-    {"role": "assistant", "content": "Hello."},
-    {"role": "user", "content": "What is 2 + 2?"},
+_TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
+_CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}
+_PROBES = (
+    (({"role": "user", "content": "Hi"},), ()),
+    (
+        (
+            {"role": "system", "content": "Be brief."},
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": "Hello."},
+            {"role": "user", "content": "What is 2 + 2?"},
+            {"role": "assistant", "content": "", "reasoning_content": "Add.", "tool_calls": [_CALL]},
+            {"role": "tool", "content": "4", "tool_call_id": "call_1"},
+        ),
+        (_TOOL,),
+    ),
 )
 
 
@@ -37,7 +48,15 @@ def renderer_for(folder: ModelFolder) -> Renderer:
         if not is_known(name):
             continue
         known = KnownRenderer(folder.tokenizer, name)
-        if known.render(_PROBE, ()) == generic.render(_PROBE, ()):
+        if _agree(known, generic):
             return known
         _log.warning(kv("the folder's chat template differs from that of its name; using the template", name=name))
     return generic
+
+
+def _agree(known: Renderer, generic: Renderer) -> bool:
+    try:
+        return all(known.render(messages, tools) == generic.render(messages, tools) for messages, tools in _PROBES)
+    except ProtocolError:
+        # A template that refuses system prompts or tools is not worth a finer probe.
+        return False
