@@ -53,7 +53,8 @@ class Client:
     """One gateway, seen by a holder of its operator key."""
 
     def __init__(self, base_url: str, key: str) -> None:
-        self._url = base_url
+        self.url = base_url.rstrip("/")
+        """Also where agents find the gateway."""
         self._http = httpx.AsyncClient(
             base_url=base_url,
             headers={"authorization": f"Bearer {key}"},
@@ -171,7 +172,7 @@ class Client:
             response = await self._http.request(method, path, content=content, timeout=TIMEOUT_S + wait_s)
         except httpx.TransportError as error:
             raise UnavailableError(
-                f"{method} {self._url}{path} failed ({type(error).__name__}: {error}); is the gateway running?"
+                f"{method} {self.url}{path} failed ({type(error).__name__}: {error}); is the gateway running?"
             ) from error
         if not response.is_success:
             raise _failure(response)

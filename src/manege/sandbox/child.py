@@ -9,6 +9,7 @@ import asyncio
 import atexit
 import errno
 import inspect
+import itertools
 import json
 import numbers
 import os
@@ -72,7 +73,7 @@ def _prepare(spec: ProcessSpec, outputs: Sequence[int], keep: Sequence[int]) -> 
         for target, source in enumerate((stdin.fileno(), *outputs)):
             os.dup2(source, target)
     edges = [2, *sorted(keep), os.sysconf("SC_OPEN_MAX")]
-    for low, high in zip(edges, edges[1:], strict=False):
+    for low, high in itertools.pairwise(edges):
         os.closerange(low + 1, high)
     os.umask(0o022)
     os.chdir(spec.cwd)
@@ -88,7 +89,7 @@ def _offer_to_oom_killer() -> None:
 
 
 def _exit_after(spec: ProcessSpec, function: Function, reply: int) -> NoReturn:
-    """Call the function and exit as a script would; os._exit spares taking a large interpreter down module by module."""
+    """Call the function and exit as a script would; os._exit spares taking the modules down one by one."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     sys.argv = [str(spec.program)]

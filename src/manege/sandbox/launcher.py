@@ -112,6 +112,14 @@ class Launcher:
                 (await self._parent(spec.program, spec.role)).send(descriptors)
         return Process(lifeline, name)
 
+    async def run(self, spec: ProcessSpec, timeout_s: float) -> Exit:
+        """Start and wait; whatever happens, cancellation included, no process is left."""
+        process = await self.start(spec)
+        try:
+            return await process.wait(timeout_s)
+        finally:
+            await process.kill()
+
     async def close(self) -> None:
         """End the warm parents. Safe to repeat."""
         for program, role in list(self._parents):

@@ -66,7 +66,7 @@ def probe() -> Layers:
 
 
 def require(config: SandboxConfig, layers: Layers) -> Layers:
-    """The layers to enforce under this setting. Raises SandboxError if they do not isolate and that was not accepted."""
+    """The layers to enforce under this setting. Raises SandboxError if they do not isolate, unless that is accepted."""
     if layers.system == "win32":
         raise SandboxError("native Windows cannot run agents: install WSL (`wsl --install`) and start manege inside it")
     enforced = layers if config.mode == "auto" else Layers(system=layers.system, landlock_abi=0, seccomp=False)

@@ -68,8 +68,8 @@ _ARCHS = {
         "init_module": 105, "delete_module": 106, "ptrace": 117, "kill": 129, "tkill": 130, "tgkill": 131,
         "rt_sigqueueinfo": 138, "socket": 198, "socketpair": 199, "sendto": 206, "sendmsg": 211, "add_key": 217,
         "request_key": 218, "keyctl": 219, "clone": 220, "rt_tgsigqueueinfo": 240, "perf_event_open": 241,
-        "prlimit64": 261, "open_by_handle_at": 265, "setns": 268, "sendmmsg": 269, "process_vm_readv": 270, "process_vm_writev": 271,
-        "finit_module": 273, "seccomp": 277, "bpf": 280, "userfaultfd": 282,
+        "prlimit64": 261, "open_by_handle_at": 265, "setns": 268, "sendmmsg": 269, "process_vm_readv": 270,
+        "process_vm_writev": 271, "finit_module": 273, "seccomp": 277, "bpf": 280, "userfaultfd": 282,
     }),
 }
 # fmt: on

@@ -1,0 +1,97 @@
+"""Where an attempt lives on disk.
+
+`workspaces/<rollout>.<attempt>/` is private and goes when the attempt is over; of it the agent may write `workspace`,
+`home` and `scratch` and read `task.json`. `rollouts/<rollout>/<attempt>/` keeps what the programs printed.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from manege.logs import get_logger, kv
+from manege.types import Rollout, Task
+
+__all__ = ["AttemptFolders", "make_folders"]
+
+_log = get_logger("controller")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptFolders:
+    """The folders and files of one attempt."""
+
+    root: Path
+    """Holds all that is private; goes at the end."""
+    logs: Path
+    """What is kept."""
+
+    @property
+    def workspace(self) -> Path:
+        """Where the agent works; empty but for what the setup put there."""
+        return self.root / "workspace"
+
+    @property
+    def home(self) -> Path:
+        """HOME of the agent."""
+        return self.root / "home"
+
+    @property
+    def scratch(self) -> Path:
+        """TMPDIR of the agent."""
+        return self.root / "scratch"
+
+    @property
+    def task_file(self) -> Path:
+        """What the agent may know of its task."""
+        return self.root / "task.json"
+
+    @property
+    def hidden_task_file(self) -> Path:
+        """The whole task, for a setup command; only there while that runs."""
+        return self.root / "hidden.json"
+
+    def remove(self) -> None:
+        """Delete what is private, also folders that the agent locked. What resists is reported and left."""
+        try:
+            shutil.rmtree(self.root, onerror=_unlock_and_retry)
+        except (OSError, RecursionError) as error:
+            _log.warning(kv("workspace not removed", folder=self.root, error=error))
+
+
+def make_folders(folder: Path, rollout: Rollout, *, suffix: str = "") -> AttemptFolders:
+    """Create the folders of an attempt, empty, with the agent's task file. `suffix` tells a second set apart."""
+    name = _file_name(rollout.spec.id)
+    folders = AttemptFolders(
+        root=folder / "workspaces" / f"{name}.{rollout.attempt}{suffix}",
+        logs=folder / "rollouts" / name / f"{rollout.attempt}{suffix}",
+    )
+    if folders.root.exists():
+        folders.remove()
+    folders.root.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for path in (folders.root, folders.workspace, folders.home, folders.scratch):
+        path.mkdir(mode=0o700)
+    folders.logs.mkdir(parents=True, exist_ok=True)
+    task = rollout.spec.task
+    folders.task_file.write_text(json.dumps({"id": task.id, "input": task.input}), encoding="utf-8")
+    return folders
+
+
+def whole_task(task: Task) -> str:
+    """As JSON, hidden fields included."""
+    return json.dumps({"id": task.id, "input": task.input, "hidden": task.hidden})
+
+
+def _file_name(rollout_id: str) -> str:
+    """Ids are the caller's; no id may name another folder."""
+    return quote(rollout_id, safe="").replace(".", "%2E")
+
+
+def _unlock_and_retry(function: Callable[..., Any], path: str, _: object) -> None:
+    os.chmod(os.path.dirname(path), 0o700)
+    os.chmod(path, 0o700)
+    function(path)

@@ -1,0 +1,219 @@
+"""Carry out one attempt on this machine: setup, run, score, cleanup, each with its own budget.
+
+In: a claim and its run's config. Out: an Ending; what programs, disks or the gateway do wrong is an outcome, never an
+exception. The scorer starts when every process of the agent is dead. Cancelling `run` kills what runs and cleans up.
+"""
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from manege.client import Claim, Client
+from manege.config import AgentConfig, RunConfig
+from manege.controller.environment import agent_environment, system_environment
+from manege.controller.folders import AttemptFolders, make_folders, whole_task
+from manege.controller.outcome import Ending, judge_agent, judge_score
+from manege.controller.record import AttemptRecord
+from manege.controller.scoring import Verdict, score
+from manege.errors import HarnessError, ManegeError
+from manege.logs import get_logger, kv
+from manege.sandbox.launcher import Launcher
+from manege.sandbox.limits import Limits
+from manege.sandbox.policy import Policy
+from manege.sandbox.probe import Layers
+from manege.sandbox.spec import Exit, ProcessSpec
+from manege.types import Outcome, Rollout
+
+__all__ = ["LocalRunner"]
+
+_PRELOAD = ("manege.controller.record",)
+"""What the arguments of setup and scorer functions are made of."""
+_TAIL_CHARS = 2000
+"""Of stdout, kept in the rollout's evidence."""
+
+_log = get_logger("controller")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalRunner:
+    """Runs attempts as processes of this machine, any number at once."""
+
+    launcher: Launcher
+    client: Client
+    folder: Path
+    """The run folder."""
+    layers: Layers
+    """What to enforce on agents."""
+    readable: tuple[str, ...]
+    """What agents may read beside system, interpreter and their own code."""
+    keep_workspaces: bool
+
+    async def prepare(self, config: RunConfig) -> None:
+        """Start the warm parents of a run's programs. Raises HarnessError for one that cannot be started."""
+        await self.launcher.check(config.agent.run, role="agent")
+        if config.agent.setup is not None:
+            await self.launcher.check(config.agent.setup, role="setup", preload=_PRELOAD)
+        if config.scorer.reward_from == "scorer":
+            await self.launcher.check(config.scorer.run, role="scorer", preload=_PRELOAD)
+
+    async def run(self, claim: Claim, config: RunConfig) -> Ending:
+        """The whole attempt."""
+        seconds: dict[str, float] = {}
+        evidence = {"sandbox": self.layers.names(), "seconds": seconds}
+        try:
+            async with self._folders(claim.rollout, config.agent) as folders:
+                with _timed(seconds, "setup"):
+                    await self._set_up(claim.rollout, config.agent, folders)
+                with _timed(seconds, "run"):
+                    ended = await self._run_agent(claim, config.agent, folders)
+                record = await self._record(claim.rollout, ended, folders)
+                evidence |= _evidence(ended, record)
+                budget_s = config.agent.limits.run_s
+                outcome, message = judge_agent(ended, num_calls=len(record.calls), run_s=budget_s)
+                verdict = Verdict(reward=None)
+                if claim.rollout.spec.reward_from == "scorer":
+                    with _timed(seconds, "score"):
+                        verdict = await self._score(claim.rollout, config, record, folders)
+                        control = await self._control(claim.rollout, config) if verdict.failure else None
+                    outcome, message = judge_score(outcome, message, verdict, control)
+                return Ending(outcome=outcome, reward=verdict.reward, message=message, evidence=evidence)
+        except (ManegeError, OSError) as error:
+            return Ending(outcome=Outcome.INFRA_ERROR, reward=None, message=str(error), evidence=evidence)
+
+    @asynccontextmanager
+    async def _folders(
+        self, rollout: Rollout, agent: AgentConfig, *, suffix: str = ""
+    ) -> AsyncIterator[AttemptFolders]:
+        folders = make_folders(self.folder, rollout, suffix=suffix)
+        try:
+            yield folders
+        finally:
+            if not self.keep_workspaces:
+                await _remove(folders, agent.limits.cleanup_s)
+
+    async def _set_up(self, rollout: Rollout, agent: AgentConfig, folders: AttemptFolders) -> None:
+        """Raises HarnessError if the setup program fails: that is not the agent's fault."""
+        if agent.setup is None:
+            return
+        task, log = rollout.spec.task, folders.logs / "setup.txt"
+        folders.hidden_task_file.write_text(whole_task(task), encoding="utf-8")
+        spec = ProcessSpec(
+            program=agent.setup,
+            role="setup",
+            env={
+                **system_environment(home=str(Path.home()), scratch=str(folders.scratch)),
+                "MANEGE_ROLLOUT_ID": rollout.spec.id,
+                "MANEGE_TASK_FILE": str(folders.hidden_task_file),
+            },
+            cwd=str(folders.workspace),
+            stdout=str(log),
+            stderr=str(log),
+            limits=Limits(),
+            policy=None,
+            args=(task, folders.workspace),
+        )
+        ended = await self.launcher.run(spec, agent.limits.setup_s)
+        folders.hidden_task_file.unlink(missing_ok=True)
+        if ended.timed_out:
+            raise HarnessError(f"the setup did not end within {agent.limits.setup_s:g} s (agent.limits.setup_s)")
+        if ended.code != 0:
+            how = f"exit code {ended.code}" if ended.signal is None else f"signal {ended.signal}"
+            raise HarnessError(f"the setup failed with {how}: {_tail(log).strip() or 'it printed nothing'}")
+
+    async def _run_agent(self, claim: Claim, agent: AgentConfig, folders: AttemptFolders) -> Exit:
+        gateway_url = self.client.url
+        policy = Policy(
+            layers=self.layers,
+            writable=[str(path) for path in (folders.workspace, folders.home, folders.scratch)],
+            readable=[str(folders.task_file), *self.readable],
+            tcp_ports=[_port(gateway_url)],
+            protected_pids=[os.getpid()],
+        )
+        spec = ProcessSpec(
+            program=agent.run,
+            role="agent",
+            env=agent_environment(
+                claim.rollout,
+                gateway_url=gateway_url,
+                agent_key=claim.agent_key,
+                folders=folders,
+                mapped=agent.env,
+            ),
+            cwd=str(folders.workspace),
+            stdout=str(folders.logs / "stdout.txt"),
+            stderr=str(folders.logs / "stderr.txt"),
+            limits=Limits.from_config(agent.limits),
+            policy=policy,
+        )
+        return await self.launcher.run(spec, agent.limits.run_s)
+
+    async def _record(self, rollout: Rollout, ended: Exit, folders: AttemptFolders) -> AttemptRecord:
+        calls = await self.client.calls([rollout.spec.id])
+        return AttemptRecord(
+            workspace=folders.workspace,
+            stdout=_text(folders.logs / "stdout.txt"),
+            stderr=_text(folders.logs / "stderr.txt"),
+            exit_code=ended.code,
+            timed_out=ended.timed_out,
+            calls=calls.get(rollout.spec.id, []),
+        )
+
+    async def _score(
+        self, rollout: Rollout, config: RunConfig, record: AttemptRecord, folders: AttemptFolders
+    ) -> Verdict:
+        timeout_s = config.agent.limits.score_s
+        return await score(self.launcher, config.scorer.run, rollout.spec.task, record, folders, timeout_s)
+
+    async def _control(self, rollout: Rollout, config: RunConfig) -> Verdict:
+        """The scorer on a workspace that no agent has touched."""
+        async with self._folders(rollout, config.agent, suffix=".control") as folders:
+            await self._set_up(rollout, config.agent, folders)
+            untouched = AttemptRecord(
+                workspace=folders.workspace, stdout="", stderr="", exit_code=0, timed_out=False, calls=()
+            )
+            return await self._score(rollout, config, untouched, folders)
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], stage: str) -> Iterator[None]:
+    began_s = time.monotonic()
+    try:
+        yield
+    finally:
+        seconds[stage] = round(time.monotonic() - began_s, 3)
+
+
+async def _remove(folders: AttemptFolders, timeout_s: float) -> None:
+    try:
+        await asyncio.wait_for(asyncio.to_thread(folders.remove), timeout_s)
+    except TimeoutError:
+        _log.warning(kv("workspace still being removed", folder=folders.root, after_s=timeout_s))
+
+
+def _evidence(ended: Exit, record: AttemptRecord) -> dict[str, object]:
+    return {
+        "exit_code": ended.code,
+        "signal": ended.signal,
+        "cpu_s": round(ended.cpu_seconds, 3),
+        "num_left": ended.num_left,
+        "num_calls": len(record.calls),
+        "stdout_tail": record.stdout[-_TAIL_CHARS:],
+    }
+
+
+def _port(url: str) -> int:
+    parts = urlsplit(url)
+    return parts.port or (443 if parts.scheme == "https" else 80)
+
+
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")
+
+
+def _tail(path: Path) -> str:
+    return _text(path)[-_TAIL_CHARS:]

@@ -1,0 +1,52 @@
+"""From what was seen of an agent to the outcome of its attempt (the table of docs/concepts/rollouts.md). Pure."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from manege.controller.scoring import Verdict
+from manege.sandbox.spec import Exit
+from manege.types import Outcome
+
+__all__ = ["Ending", "judge_agent", "judge_score"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """How an attempt ended: what is posted as `finish`."""
+
+    outcome: Outcome
+    reward: float | None
+    message: str | None
+    """One line for people."""
+    evidence: Mapping[str, Any]
+    """Plain JSON."""
+
+
+def judge_agent(ended: Exit, *, num_calls: int, run_s: float) -> tuple[Outcome, str | None]:
+    """An agent that ended by itself is ok, whatever its exit code, unless it never came to its first model call."""
+    if ended.timed_out:
+        return Outcome.AGENT_TIMEOUT, f"the agent did not end within {run_s:g} s (agent.limits.run_s)"
+    if ended.limit is not None:
+        return Outcome.AGENT_ERROR, f"the agent went over its limit of {ended.limit} (agent.limits)"
+    if ended.code == 0:
+        return Outcome.OK, None
+    how = f"exit code {ended.code}" if ended.signal is None else f"signal {ended.signal}"
+    if num_calls == 0:
+        return Outcome.AGENT_ERROR, f"the agent crashed before its first model call ({how}); see its stderr.txt"
+    return Outcome.OK, f"the agent ended with {how}"
+
+
+def judge_score(
+    outcome: Outcome, message: str | None, verdict: Verdict, control: Verdict | None
+) -> tuple[Outcome, str | None]:
+    """`control`: the verdict on a pristine workspace, asked for when the scorer did not come to an end. If it does
+    there, this workspace is to blame; else the scorer is, and the rollout says nothing about the agent."""
+    if verdict.nonsense is not None:
+        return Outcome.INFRA_ERROR, verdict.nonsense
+    if verdict.failure is None:
+        return outcome, message
+    if control is None or control.failure is not None or control.nonsense is not None:
+        return Outcome.INFRA_ERROR, f"{verdict.failure}; so it does on a pristine workspace"
+    worse = Outcome.AGENT_ERROR if outcome is Outcome.OK else outcome
+    return worse, f"{verdict.failure}; on a pristine workspace it does not"

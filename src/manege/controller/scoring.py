@@ -1,0 +1,116 @@
+"""Run the scorer on what an attempt left, and read its verdict.
+
+A verdict is a finite JSON number, or null for "no verdict". Anything else is never turned into a number: text, NaN,
+infinity and booleans are the scorer's mistake. A scorer that was killed, hung or crashed may have been made to by the
+workspace; whoever calls decides that by scoring a pristine one.
+"""
+
+import json
+import math
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from manege.controller.environment import system_environment
+from manege.controller.folders import AttemptFolders
+from manege.controller.record import AttemptRecord
+from manege.sandbox.launcher import Launcher
+from manege.sandbox.limits import Limits
+from manege.sandbox.spec import Exit, ProcessSpec, Program
+from manege.types import Task
+
+__all__ = ["Verdict", "parse_verdict", "score"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What came of scoring."""
+
+    reward: float | None
+    """Finite; None: no verdict, or no valid one."""
+    failure: str | None = None
+    """Why the scorer did not come to an end; None: it did."""
+    nonsense: str | None = None
+    """What was wrong with its verdict; None: nothing."""
+
+
+async def score(
+    launcher: Launcher, program: Program, task: Task, record: AttemptRecord, folders: AttemptFolders, timeout_s: float
+) -> Verdict:
+    """Raises HarnessError if the scorer cannot be started at all."""
+    output = folders.logs / "scorer.txt"
+    is_function = isinstance(program, str)
+    spec = ProcessSpec(
+        program=program,
+        role="scorer",
+        env={**system_environment(home=str(Path.home()), scratch=str(folders.scratch))},
+        cwd=str(folders.workspace),
+        stdout=str(output),
+        stderr=str(folders.logs / "scorer_errors.txt"),
+        limits=Limits(),
+        policy=None,
+        stdin=b"" if is_function else _as_json(task, record),
+        args=(task, record) if is_function else (),
+        replies=is_function,
+    )
+    ended = await launcher.run(spec, timeout_s)
+    failure = _failure(ended, timeout_s, folders)
+    if failure is not None:
+        return Verdict(reward=None, failure=failure)
+    text = ended.reply if is_function else _last_line(output)
+    if text is None:
+        return Verdict(reward=None, nonsense="the scorer ended without a verdict; return or print a number or null")
+    try:
+        return Verdict(reward=parse_verdict(text))
+    except ValueError as error:
+        return Verdict(reward=None, nonsense=str(error))
+
+
+def parse_verdict(text: str) -> float | None:
+    """`"0.5"` -> 0.5, `"null"` -> None. Raises ValueError for anything that is not a finite JSON number or null."""
+    try:
+        value: Any = json.loads(text)
+    except ValueError:
+        value = text
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
+        raise ValueError(f"the scorer's verdict is {value!r}, want a finite number or null (no verdict)")
+    return float(value)
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond float64
+        return False
+
+
+def _failure(ended: Exit, timeout_s: float, folders: AttemptFolders) -> str | None:
+    see = f"see {folders.logs / 'scorer_errors.txt'}"
+    if ended.timed_out:
+        return f"the scorer did not end within {timeout_s:g} s (agent.limits.score_s); {see}"
+    if ended.signal is not None:
+        return f"the scorer was killed by signal {ended.signal}; {see}"
+    if ended.code != 0:
+        return f"the scorer failed with exit code {ended.code}; {see}"
+    return None
+
+
+def _last_line(output: Path) -> str | None:
+    lines = output.read_text(encoding="utf-8", errors="replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), None)
+
+
+def _as_json(task: Task, record: AttemptRecord) -> bytes:
+    """For a command: what a function gets as arguments, less the token arrays."""
+    calls = [{"request": call.request, "reply": call.reply} for call in record.calls]
+    attempt = {
+        "workspace": str(record.workspace),
+        "stdout": record.stdout,
+        "stderr": record.stderr,
+        "exit_code": record.exit_code,
+        "timed_out": record.timed_out,
+        "calls": calls,
+    }
+    return json.dumps({"task": asdict(task), "attempt": attempt}).encode()
