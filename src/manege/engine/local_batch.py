@@ -1,0 +1,186 @@
+"""Continuous batching: which sequences run, and one step of all of them.
+
+A step is one forward pass over the next token of every sequence that is being sampled and up to `prefill_chunk` tokens
+of prompts that are being read. Sequences join and leave at every step. A sequence is its token ids; keys and values
+only save work, so one that loses its row (no room, new weights) waits and goes on from its ids.
+
+Not thread-safe: only the worker thread of the engine uses it.
+"""
+
+import random
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Generic, TypeVar
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+
+from manege.engine.base import Chunk, Sampling
+from manege.engine.kv_cache import KvCache, Row
+from manege.engine.local_attention import CachedAttention
+from manege.engine.sampling import choose_tokens
+from manege.model.base import LanguageModel
+from manege.types import FinishReason, IntArray, PolicyVersion
+
+__all__ = ["Batch", "LiveSequence"]
+
+Sink = TypeVar("Sink")
+
+
+@dataclass(slots=True, eq=False)
+class LiveSequence(Generic[Sink]):
+    """A prompt and what has been sampled after it."""
+
+    buffer: IntArray
+    """Prompt, answer so far, room for the rest of the answer."""
+    num_prompt: int
+    num_tokens: int
+    """Prompt and answer so far."""
+    sampling: Sampling
+    rng: random.Random
+    sink: Sink
+    """Where chunks go; not looked at here."""
+    row: Row | None = None
+    num_cached: int | None = None
+    """Prompt tokens that were reused when it first ran."""
+
+    @property
+    def tokens(self) -> IntArray:
+        return self.buffer[: self.num_tokens]
+
+
+class Batch(Generic[Sink]):
+    """Waiting and running sequences."""
+
+    def __init__(
+        self, model: LanguageModel, tokenizer: Tokenizer, *, max_batch: int, cache_tokens: int, prefill_chunk: int
+    ) -> None:
+        self._model, self._tokenizer = model, tokenizer
+        self._max_batch, self._prefill_chunk = max_batch, prefill_chunk
+        self._cache = KvCache(model, cache_tokens)
+        self.waiting: deque[LiveSequence[Sink]] = deque()
+        self.running: list[LiveSequence[Sink]] = []
+        self.stats: dict[str, float] = dict.fromkeys(("prefilled", "cached", "sampled", "steps", "busy_s"), 0.0)
+
+    def add(self, sequence: LiveSequence[Sink]) -> None:
+        """Queue a sequence."""
+        self.waiting.append(sequence)
+
+    def remove(self, sequence: LiveSequence[Sink]) -> None:
+        """Stop a sequence, wherever it is; one that has ended already is left alone."""
+        if sequence in self.running:
+            self._leave(sequence)
+        elif sequence in self.waiting:
+            self.waiting.remove(sequence)
+
+    def restart(self) -> None:
+        """The weights have changed: nothing computed is valid, every sequence goes on from its ids."""
+        for sequence in reversed(self.running):
+            self._requeue(sequence)
+        self.running.clear()
+        self._cache.drop()
+
+    @torch.inference_mode()
+    def step(self, version: PolicyVersion) -> list[tuple[LiveSequence[Sink], Chunk]]:
+        """Compute one step; returns what was sampled. There must be a sequence."""
+        started = time.perf_counter()
+        self._make_room()
+        self._admit()
+        pieces = self._plan()
+        attention = CachedAttention(self._cache, [(row, size) for _, row, size in pieces])
+        ids_N = np.concatenate([sequence.buffer[row.length : row.length + size] for sequence, row, size in pieces])
+        device = attention.positions_N.device
+        hidden_NE = self._model.hidden(torch.from_numpy(ids_N).to(device, torch.long), attention.positions_N, attention)
+        ready, last, end = [], [], 0
+        for sequence, row, size in pieces:
+            row.length += size
+            end += size
+            if row.length == sequence.num_tokens:
+                ready.append(sequence)
+                last.append(end - 1)
+        chunks = self._sample(ready, self._model.logits(hidden_NE[last]), version) if ready else []
+        self.stats["prefilled"] += len(ids_N) - len(ready)
+        self.stats["sampled"] += len(ready)
+        self.stats["steps"] += 1
+        self.stats["busy_s"] += time.perf_counter() - started
+        return chunks
+
+    def _make_room(self) -> None:
+        next_up = islice(self.waiting, self._max_batch - len(self.running))
+        gone = self._cache.grow(max(sequence.num_tokens for sequence in [*self.running, *next_up]))
+        for sequence in [sequence for sequence in reversed(self.running) if sequence.row in gone]:
+            self.running.remove(sequence)
+            self._requeue(sequence)
+
+    def _requeue(self, sequence: LiveSequence[Sink]) -> None:
+        sequence.row = None
+        self.waiting.appendleft(sequence)
+
+    def _admit(self) -> None:
+        for sequence in list(self.waiting):
+            if len(self.running) == self._max_batch or sequence.num_tokens > self._cache.capacity:
+                return
+            claimed = self._cache.claim(sequence.tokens)
+            if claimed is None:
+                continue
+            sequence.row, num_cached = claimed
+            if sequence.num_cached is None:
+                sequence.num_cached = num_cached
+                self.stats["cached"] += num_cached
+            self.waiting.remove(sequence)
+            self.running.append(sequence)
+
+    def _plan(self) -> list[tuple[LiveSequence[Sink], Row, int]]:
+        """The next tokens of each running sequence, single ones first, by row."""
+        pieces, budget = [], self._prefill_chunk
+        for sequence in self.running:
+            assert sequence.row is not None
+            size = sequence.num_tokens - sequence.row.length
+            if size > 1:
+                size = min(size, budget)
+                budget -= size
+            if size:
+                pieces.append((sequence, sequence.row, size))
+        return sorted(pieces, key=lambda piece: (piece[2] > 1, piece[1].index))
+
+    def _sample(
+        self, ready: Sequence[LiveSequence[Sink]], logits_SV: torch.Tensor, version: PolicyVersion
+    ) -> list[tuple[LiveSequence[Sink], Chunk]]:
+        uniforms = [sequence.rng.random() for sequence in ready]
+        ids, logprobs = choose_tokens(logits_SV, [sequence.sampling for sequence in ready], uniforms)
+        chunks = []
+        for sequence, id, logprob in zip(ready, ids, logprobs, strict=True):
+            num_cached = (sequence.num_cached or 0) if sequence.num_tokens == sequence.num_prompt else 0
+            sequence.buffer[sequence.num_tokens] = id
+            sequence.num_tokens += 1
+            finish = self._finish_reason(sequence, id)
+            if finish:
+                self._leave(sequence)
+            chunks.append(
+                (
+                    sequence,
+                    Chunk(ids=[id], logprobs=[logprob], version=version, finish_reason=finish, num_cached=num_cached),
+                )
+            )
+        return chunks
+
+    def _finish_reason(self, sequence: LiveSequence[Sink], id: int) -> FinishReason | None:
+        sampling = sequence.sampling
+        if id in sampling.stop_ids:
+            return FinishReason.STOP
+        if sampling.stop_strings:
+            answer = sequence.tokens[sequence.num_prompt :].tolist()
+            text = self._tokenizer.decode(answer, skip_special_tokens=False)
+            if any(stop in text for stop in sampling.stop_strings):
+                return FinishReason.STOP
+        return FinishReason.LENGTH if sequence.num_tokens == len(sequence.buffer) else None
+
+    def _leave(self, sequence: LiveSequence[Sink]) -> None:
+        assert sequence.row is not None
+        self._cache.release(sequence.row, sequence.tokens)
+        sequence.row = None
+        self.running.remove(sequence)

@@ -1,0 +1,55 @@
+"""From logits to the next tokens and their log-probabilities.
+
+The log-probability is always that of softmax(logits / T), whatever top-k and top-p left to choose from; at T = 0 the
+most likely token is taken and reported at T = 1. A token is chosen by one uniform number per sequence, so a sequence
+with its own seed is reproducible whoever it shares the batch with.
+
+Shape legend: S sequences, V vocabulary.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from manege.engine.base import Sampling
+
+__all__ = ["choose_tokens"]
+
+
+def choose_tokens(
+    logits_SV: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float]
+) -> tuple[list[int], list[float]]:
+    """Token ids and log-probabilities; `uniforms` are in [0, 1)."""
+    temperatures = [sampling.temperature or 1.0 for sampling in samplings]
+    if any(temperature != 1.0 for temperature in temperatures):
+        logits_SV = logits_SV / torch.tensor(temperatures, device=logits_SV.device)[:, None]
+    total_S1 = logits_SV.logsumexp(-1, keepdim=True)
+    greedy_S = [sampling.temperature == 0 for sampling in samplings]
+    if all(greedy_S):
+        ids_S1 = logits_SV.argmax(-1, keepdim=True)
+    else:
+        probabilities_SV = (logits_SV - total_S1).exp_()
+        for index, sampling in enumerate(samplings):
+            if sampling.top_k or sampling.top_p < 1.0:
+                _truncate(probabilities_SV[index], sampling)
+        cumulative_SV = probabilities_SV.cumsum(-1)
+        uniforms_S1 = torch.tensor(uniforms, device=logits_SV.device)[:, None]
+        # right=True: the first token whose cumulative probability exceeds the number, so never one of probability 0.
+        ids_S1 = torch.searchsorted(cumulative_SV, uniforms_S1 * cumulative_SV[:, -1:], right=True)
+        ids_S1 = ids_S1.clamp_(max=logits_SV.shape[1] - 1)
+        if any(greedy_S):
+            greedy = torch.tensor(greedy_S, device=logits_SV.device)[:, None]
+            ids_S1 = torch.where(greedy, logits_SV.argmax(-1, keepdim=True), ids_S1)
+    logprobs_S1 = logits_SV.gather(1, ids_S1) - total_S1
+    return ids_S1[:, 0].tolist(), logprobs_S1[:, 0].tolist()
+
+
+def _truncate(probabilities_V: Tensor, sampling: Sampling) -> None:
+    """Set what top-k and top-p exclude to 0, in place. At least the most likely token stays."""
+    sorted_V, order_V = probabilities_V.sort(descending=True)
+    excluded_V = sorted_V.cumsum(0) - sorted_V >= sampling.top_p * sorted_V.sum()
+    if sampling.top_k:
+        excluded_V[sampling.top_k :] = True
+    excluded_V[0] = False
+    probabilities_V[order_V[excluded_V]] = 0.0
