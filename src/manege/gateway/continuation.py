@@ -132,7 +132,7 @@ class Conversation:
                 seen.append(message)
             else:
                 key, deepest, num_history = served.key, served, len(seen) + 1
-                seen.append({**message, "reasoning_content": served.reasoning} if served.reasoning else message)
+                seen.append(_with_reasoning(message, served.reasoning))
         return deepest, seen[:num_history]
 
     def _by_known_handle(self, message: JsonObject, essence: JsonObject, start: bytes) -> _Served | None:
@@ -182,6 +182,12 @@ def _essence(message: JsonObject) -> Mapping[str, Any]:
             [call["function"]["name"], _parsed(call["function"]["arguments"])] for call in message["tool_calls"]
         ]
     return essence
+
+
+def _with_reasoning(message: JsonObject, reasoning: str | None) -> JsonObject:
+    """The message with the reasoning that was sampled, or none: whatever the harness made of it does not count."""
+    own = {key: value for key, value in message.items() if key != "reasoning_content"}
+    return {**own, "reasoning_content": reasoning} if reasoning else own
 
 
 def _parsed(arguments: str) -> Any:
