@@ -21,7 +21,7 @@ from manege.engine.base import Weights
 from manege.errors import ManegeError, StoreError, UnavailableError
 from manege.store.base import Run, TerminalPage
 from manege.store.codec import ROLLOUT, ROLLOUTS, RUN, TERMINAL_PAGE, decode_call
-from manege.types import Call, JsonObject, Outcome, PolicyVersion, Rollout, RolloutId, RolloutSpec, RunId
+from manege.types import Call, JsonObject, Outcome, PolicyVersion, Rollout, RolloutId, RolloutSpec, RolloutState, RunId
 
 __all__ = ["CLAIMS", "Claim", "Client"]
 
@@ -31,6 +31,8 @@ TIMEOUT_S = 60.0
 """For an answer, beside the time that the gateway was asked to wait."""
 CALLS_PER_REQUEST = 64
 """Rollouts whose calls are fetched at once: bounds the size of one answer."""
+
+ROLLOUTS_PER_REQUEST = 500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,6 +92,25 @@ class Client:
     async def get_rollout(self, rollout_id: RolloutId) -> Rollout:
         """Raises NotFoundError."""
         return ROLLOUT.validate_json(await self._send("GET", f"/api/rollouts/{rollout_id}?format=manege"))
+
+    async def open_rollouts(self, run: RunId) -> list[Rollout]:
+        """Rollouts of a run that have not ended, oldest first."""
+        found: list[Rollout] = []
+        for state in (RolloutState.QUEUING, RolloutState.RUNNING):
+            page: list[Rollout] | None = None
+            offset = 0
+            while page is None or len(page) == ROLLOUTS_PER_REQUEST:
+                query = {
+                    "format": "manege",
+                    "run": run,
+                    "state": state,
+                    "limit": ROLLOUTS_PER_REQUEST,
+                    "offset": offset,
+                }
+                page = ROLLOUTS.validate_json(await self._send("GET", f"/api/rollouts?{httpx.QueryParams(query)}"))
+                found += page
+                offset += len(page)
+        return found
 
     async def terminal(self, *, run: RunId | None, after: int, limit: int = 256, wait_s: float = 0) -> TerminalPage:
         """Rollouts that ended after the cursor `after`; with none yet, the answer waits up to `wait_s`."""
@@ -152,9 +173,9 @@ class Client:
         """Give the engine new weights under a new version. Raises ConflictError unless paused."""
         return PolicyVersion(orjson.loads(await self._send("POST", "/proxy/weights", weights))["version"])
 
-    async def state(self) -> dict[str, Any]:
-        """Whether the gateway is paused, its calls in flight and held, and the policy version."""
-        return orjson.loads(await self._send("GET", "/proxy/state"))
+    async def state(self, *, run: RunId | None = None) -> dict[str, Any]:
+        """Whether the gateway is paused, its calls in flight and held, the policy version, rollouts per state."""
+        return orjson.loads(await self._send("GET", "/proxy/state" + (f"?run={run}" if run else "")))
 
     async def _send(self, method: str, path: str, body: Any = None, *, wait_s: float = 0) -> bytes:
         content = None if body is None else orjson.dumps(body)

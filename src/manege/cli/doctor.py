@@ -50,7 +50,8 @@ async def execute(arguments: argparse.Namespace) -> int:
     except ModelError as error:
         report(False, f"model {arguments.model}: {error}")
     layers = probe()
-    for line in layers.lines():
+    console.print(f"sandbox  {', '.join(layers.names())}", highlight=False, soft_wrap=True)
+    for line in layers.missing():
         console.print(f"sandbox  {line}", highlight=False, soft_wrap=True)
     report(
         layers.isolates,

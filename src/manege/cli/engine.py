@@ -7,8 +7,9 @@ from rich.console import Console
 
 from manege.cli.parts import local_engine
 from manege.config import EngineConfig, GatewayConfig, ModelConfig
-from manege.engine.server import create_engine_app
+from manege.engine.server import engine_app
 from manege.gateway.server import GatewayServer
+from manege.rendering.select import renderer_for
 
 EXAMPLES = """examples:
   manege engine --model smollm2 --port 8000
@@ -29,8 +30,9 @@ async def execute(arguments: argparse.Namespace) -> int:
     model = ModelConfig(path=arguments.model, device=arguments.device)
     folder, engine = await asyncio.to_thread(local_engine, model, EngineConfig(), seed=0)
     try:
-        app = create_engine_app(engine)
-        async with GatewayServer(app, GatewayConfig(host=arguments.host, port=arguments.port)) as server:
+        renderer = renderer_for(folder)
+        app = engine_app(engine, encode=renderer.encode, decode=renderer.decode)
+        async with GatewayServer(app, host=arguments.host, port=arguments.port, has_explicit_key=True) as server:
             Console(stderr=True).print(f"engine {server.url}, model {folder.path.name}", highlight=False)
             await asyncio.get_running_loop().create_future()
     finally:

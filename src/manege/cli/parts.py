@@ -14,11 +14,12 @@ from manege.client import Client
 from manege.config import EngineConfig, GatewayConfig, ModelConfig, RunConfig
 from manege.controller.loop import Controller
 from manege.engine.base import Engine
-from manege.engine.threads import quiet_threads
+from manege.engine.threads import calm_threads
 from manege.errors import ConfigError, ManegeError
 from manege.gateway.app import create_app
 from manege.gateway.auth import operator_key
 from manege.gateway.server import GatewayServer
+from manege.logs import get_logger, kv
 from manege.model.folder import ModelFolder, open_folder
 from manege.programs import check_program
 from manege.rendering.select import renderer_for
@@ -26,7 +27,19 @@ from manege.sandbox.probe import probe, require
 from manege.store.sql import SqlStore
 from manege.trainer.engines.base import TrainEngine
 
-__all__ = ["FolderLock", "Parts", "check_agents", "controlling", "gateway_serving", "local_engine", "serving"]
+__all__ = [
+    "FolderLock",
+    "Parts",
+    "check_agents",
+    "controlling",
+    "gateway_serving",
+    "local_engine",
+    "serving",
+    "train_engine_alone",
+]
+
+
+_log = get_logger("cli")
 
 
 class FolderLock:
@@ -93,25 +106,51 @@ async def serving(config: RunConfig, *, train: bool) -> AsyncIterator[Parts]:
 def local_engine(model: ModelConfig, config: EngineConfig, *, seed: int) -> tuple[ModelFolder, Engine]:
     """A model folder and the engine that serves it, without a trainer."""
     folder = open_folder(model.path)
-    quiet_threads()
+    calm_threads()
     from manege.engine.local import LocalEngine
-    from manege.model.load import load_model, pick_device
+    from manege.model.load import load_model
 
-    loaded = load_model(folder, pick_device(model.device))
+    loaded = load_model(folder, _device(model.device))
     return folder, LocalEngine(loaded, folder, config=config, seed=seed, max_context=model.max_context)
 
 
 def _engines(config: RunConfig, folder: ModelFolder, train: bool) -> tuple[Engine, TrainEngine | None]:
     """The engine and, over the same weights, the train engine."""
-    quiet_threads()
+    calm_threads()
     from manege.engine.local import LocalEngine
-    from manege.model.load import load_model, pick_device
+    from manege.model.load import load_model
     from manege.trainer.engines.torch import TorchEngine
 
-    model = load_model(folder, pick_device(config.model.device))
+    model = load_model(folder, _device(config.model.device))
     trainer = TorchEngine(model, folder, config.train) if train else None
     engine = LocalEngine(model, folder, config=config.engine, seed=config.seed, max_context=config.model.max_context)
     return engine, trainer
+
+
+def _device(wanted: str) -> str:
+    """`auto` becomes a GPU if there is one; said once, since it decides speed and precision."""
+    import torch
+
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError('model.device = "cuda": torch sees no GPU here; use "auto" or "cpu"')
+    _log.info(kv("model device", device=device))
+    return device
+
+
+@asynccontextmanager
+async def train_engine_alone(config: RunConfig, client: Client) -> AsyncIterator[Parts]:
+    """A train engine for a gateway elsewhere: weights are published as folders that its engine can read."""
+    async with client:
+        await client.state()
+        calm_threads()
+        from manege.model.load import load_model
+        from manege.trainer.engines.torch import TorchEngine
+
+        folder = open_folder(config.model.path)
+        model = await asyncio.to_thread(load_model, folder, _device(config.model.device))
+        engine = TorchEngine(model, folder, config.train, publish_folder=config.run_folder / "weights")
+        yield Parts(client=client, train_engine=engine)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +178,9 @@ async def gateway_serving(
             context_limit=limit,
             clock=time.time,
         )
-        server = await stack.enter_async_context(GatewayServer(app, config))
+        server = await stack.enter_async_context(
+            GatewayServer(app, host=config.host, port=config.port, has_explicit_key=config.key is not None)
+        )
         yield _Served(server.url, key)
 
 

@@ -63,8 +63,9 @@ class _Proxy:
         self._reason = None
         return answer(await self._state())
 
-    async def state(self, _request: Request) -> Response:
-        return answer(await self._state())
+    async def state(self, request: Request) -> Response:
+        counts = await self._services.store.count_rollouts(run=request.query_params.get("run"))
+        return answer({**await self._state(), "rollouts": counts})
 
     async def publish(self, request: Request) -> Response:
         body = validated(_WEIGHTS, await read_object(request))

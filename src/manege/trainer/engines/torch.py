@@ -40,8 +40,13 @@ _HEADER_FILE = "engine.json"
 class TorchEngine:
     """`TrainEngine` over a `LanguageModel` in this process."""
 
-    def __init__(self, model: LanguageModel, folder: ModelFolder, config: TrainConfig) -> None:
-        self.capabilities = Capabilities(prefix_tree=True, shared_weights=True, max_sample_tokens=model.context_limit)
+    def __init__(
+        self, model: LanguageModel, folder: ModelFolder, config: TrainConfig, *, publish_folder: Path | None = None
+    ) -> None:
+        """`publish_folder`: where an engine outside this process reads new weights; None: it shares our memory."""
+        self.capabilities = Capabilities(
+            prefix_tree=True, shared_weights=publish_folder is None, max_sample_tokens=model.context_limit
+        )
         self._model, self._folder, self._config = model, folder, config
         self._parameters = _trainable(model, config.frozen)
         self._optimizer = torch.optim.AdamW(
@@ -52,6 +57,7 @@ class TorchEngine:
             fused=True,
         )
         self._num_steps = 0
+        self._publish_folder = publish_folder
 
     def logprobs(self, samples: Sequence[Sample]) -> Sequence[FloatArray]:
         """See TrainEngine."""
@@ -90,7 +96,12 @@ class TorchEngine:
 
     def publish(self) -> Weights:
         """See TrainEngine."""
-        return Weights(kind="shared")
+        if self._publish_folder is None:
+            return Weights(kind="shared")
+        # Two names take turns, so that an engine that is slow to read never sees a folder half written.
+        folder = self._publish_folder / str(self._num_steps % 2)
+        self.export(folder)
+        return Weights(kind="folder", folder=str(folder))
 
     def save(self, folder: Path) -> None:
         """See TrainEngine; the caller gives a folder that is not visible as a checkpoint yet."""
