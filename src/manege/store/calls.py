@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import orjson
-from sqlalchemy import Connection, Row, and_, insert, select, update
+from sqlalchemy import Connection, Row, and_, bindparam, insert, select, update
 
 from manege.errors import ConflictError, NotFoundError
 from manege.store.codec import call_record, dumps, floats, ids, make_call
@@ -24,11 +24,26 @@ from manege.types import TERMINAL, Call, CallId, Delivered, IntArray, RolloutId
 __all__ = ["add", "of_rollouts", "set_delivered"]
 
 
+# Built once: composing a statement costs more than running it, and two of these run per model call.
+_ATTEMPT = select(rollouts.c.state, rollouts.c.attempt).where(rollouts.c.id == bindparam("rollout_id"))
+_PARENT = select(calls.c.context_len, calls.c.context_hash).where(
+    calls.c.id == bindparam("parent"),
+    calls.c.rollout_id == bindparam("rollout_id"),
+    calls.c.attempt == bindparam("attempt"),
+)
+_INSERT = insert(calls)
+_SET_DELIVERED = update(calls).where(calls.c.id == bindparam("call_id")).values(delivered=bindparam("value"))
+_OF_ROLLOUT = (
+    select(calls)
+    .join(rollouts, and_(calls.c.rollout_id == rollouts.c.id, calls.c.attempt == rollouts.c.attempt))
+    .where(rollouts.c.id == bindparam("rollout_id"))
+    .order_by(calls.c.seq)
+)
+
+
 def add(connection: Connection, call: Call) -> None:
     """Raises NotFoundError for an unknown rollout, ConflictError once its attempt is over."""
-    row = connection.execute(
-        select(rollouts.c.state, rollouts.c.attempt).where(rollouts.c.id == call.rollout_id)
-    ).one_or_none()
+    row = connection.execute(_ATTEMPT, {"rollout_id": call.rollout_id}).one_or_none()
     if row is None:
         raise NotFoundError(f"rollout {call.rollout_id!r} of call {call.id} does not exist")
     if row.state in TERMINAL or row.attempt != call.attempt:
@@ -38,26 +53,27 @@ def add(connection: Connection, call: Call) -> None:
     num_shared = _num_shared(connection, call)
     context = np.concatenate([call.prompt_ids_P, call.response_ids_R])
     connection.execute(
-        insert(calls).values(
-            id=call.id,
-            rollout_id=call.rollout_id,
-            attempt=call.attempt,
-            parent=call.parent,
-            num_shared=num_shared,
-            prompt=_bytes(call.prompt_ids_P[num_shared:]),
-            response=_bytes(call.response_ids_R),
-            logprobs=call.logprobs_R.astype("<f4", copy=False).tobytes(),
-            context_len=len(context),
-            context_hash=_hash(context),
-            record=dumps(call_record(call)),
-            delivered=call.delivered,
-        )
+        _INSERT,
+        {
+            "id": call.id,
+            "rollout_id": call.rollout_id,
+            "attempt": call.attempt,
+            "parent": call.parent,
+            "num_shared": num_shared,
+            "prompt": _bytes(call.prompt_ids_P[num_shared:]),
+            "response": _bytes(call.response_ids_R),
+            "logprobs": call.logprobs_R.astype("<f4", copy=False).tobytes(),
+            "context_len": len(context),
+            "context_hash": _hash(context),
+            "record": dumps(call_record(call)),
+            "delivered": call.delivered,
+        },
     )
 
 
 def set_delivered(connection: Connection, call_id: CallId, delivered: Delivered) -> None:
     """Raises NotFoundError."""
-    changed = connection.execute(update(calls).where(calls.c.id == call_id).values(delivered=delivered))
+    changed = connection.execute(_SET_DELIVERED, {"call_id": call_id, "value": delivered})
     if changed.rowcount == 0:
         raise NotFoundError(f"call {call_id!r} does not exist")
 
@@ -65,11 +81,9 @@ def set_delivered(connection: Connection, call_id: CallId, delivered: Delivered)
 def of_rollouts(connection: Connection, rollout_ids: Sequence[RolloutId]) -> Mapping[RolloutId, Sequence[Call]]:
     """The calls of the last attempt of each rollout, in the order in which they were stored."""
     found: dict[RolloutId, list[Call]] = {rollout_id: [] for rollout_id in rollout_ids}
-    last_attempt = and_(calls.c.rollout_id == rollouts.c.id, calls.c.attempt == rollouts.c.attempt)
     for rollout_id, its_calls in found.items():
-        statement = select(calls).join(rollouts, last_attempt).where(rollouts.c.id == rollout_id).order_by(calls.c.seq)
         known: dict[str, Call] = {}
-        for row in connection.execute(statement):
+        for row in connection.execute(_OF_ROLLOUT, {"rollout_id": rollout_id}):
             known[row.id] = _to_call(row, known)
         its_calls += known.values()
     return found
@@ -79,11 +93,8 @@ def _num_shared(connection: Connection, call: Call) -> int:
     """Leading tokens of the prompt that the parent holds already; 0 when it is not its prefix."""
     if call.parent is None:
         return 0
-    parent = connection.execute(
-        select(calls.c.context_len, calls.c.context_hash)
-        .where(calls.c.id == call.parent)
-        .where(calls.c.rollout_id == call.rollout_id, calls.c.attempt == call.attempt)
-    ).one_or_none()
+    key = {"parent": call.parent, "rollout_id": call.rollout_id, "attempt": call.attempt}
+    parent = connection.execute(_PARENT, key).one_or_none()
     if parent is None or len(call.prompt_ids_P) < parent.context_len:
         return 0
     prefix = call.prompt_ids_P[: parent.context_len]

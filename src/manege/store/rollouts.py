@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import orjson
-from sqlalchemy import Connection, Row, Select, and_, delete, insert, select, update
+from sqlalchemy import Connection, Row, Select, and_, bindparam, delete, insert, select, update
 
 from manege.errors import ConflictError, NotFoundError
 from manege.store.codec import SPEC, dumps
@@ -31,6 +31,10 @@ __all__ = [
     "renew",
     "start",
 ]
+
+
+# Built once, since every request of an agent reads its rollout.
+_GET = select(rollouts).where(rollouts.c.id == bindparam("rollout_id"))
 
 
 def to_rollout(row: Row[Any]) -> Rollout:
@@ -57,17 +61,17 @@ def query(connection: Connection, statement: Select[Any]) -> list[Rollout]:
 
 def get(connection: Connection, rollout_id: RolloutId) -> Rollout:
     """Raises NotFoundError."""
-    found = query(connection, select(rollouts).where(rollouts.c.id == rollout_id))
-    if not found:
+    row = connection.execute(_GET, {"rollout_id": rollout_id}).one_or_none()
+    if row is None:
         raise NotFoundError(f"rollout {rollout_id!r} does not exist; it was never created or has been deleted")
-    return found[0]
+    return to_rollout(row)
 
 
 def create(connection: Connection, specs: Sequence[RolloutSpec], now_s: float) -> list[Rollout]:
     """Queue rollouts; an id that exists already is returned as it is."""
     created: list[Rollout] = []
     for spec in specs:
-        known = query(connection, select(rollouts).where(rollouts.c.id == spec.id))
+        known = connection.execute(_GET, {"rollout_id": spec.id}).one_or_none()
         if not known:
             connection.execute(
                 insert(rollouts).values(
