@@ -61,7 +61,7 @@ class ScriptedEngine:
         self._running = asyncio.Event()
         self._running.set()
         self._closed = False
-        self._num_running = 0
+        self.num_running = 0
         self._stats = {"prefilled": 0.0, "sampled": 0.0}
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> AsyncIterator[Chunk]:
@@ -72,7 +72,7 @@ class ScriptedEngine:
             )
         ids, finish = self._answer(prompt_ids, sampling, min(room, sampling.max_new_tokens))
         self._stats["prefilled"] += len(prompt_ids)
-        self._num_running += 1
+        self.num_running += 1
         try:
             for start in range(0, max(len(ids), 1), self._chunk_size):
                 part = ids[start : start + self._chunk_size]
@@ -89,7 +89,7 @@ class ScriptedEngine:
                     finish_reason=finish if start + self._chunk_size >= len(ids) else None,
                 )
         finally:
-            self._num_running -= 1
+            self.num_running -= 1
 
     async def pause(self) -> None:
         # A token is sampled between two awaits, so none is under way now.
@@ -106,7 +106,7 @@ class ScriptedEngine:
             model=self._model,
             context_limit=self._context_limit,
             version=self._version,
-            num_running=self._num_running,
+            num_running=self.num_running,
             paused=not self._running.is_set(),
             stats=dict(self._stats),
         )

@@ -1,0 +1,196 @@
+"""The client and the server of the token wire, over a real socket."""
+
+import asyncio
+from contextlib import asynccontextmanager, nullcontext
+
+import anyio
+import httpx
+import pytest
+import uvicorn
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from manege.engine.base import Sampling, Weights, collect
+from manege.engine.scripted import ScriptedEngine, hashed_reply
+from manege.engine.server import engine_app
+from manege.engine.upstream import UpstreamEngine
+from manege.errors import ContextOverflowError, EngineError
+from manege.types import FinishReason, PolicyVersion
+
+pytestmark = pytest.mark.anyio
+
+PROMPT = [5, 6, 7]
+
+
+@asynccontextmanager
+async def serving(app):
+    """The application on a socket; gives its URL."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, lifespan="off"))
+    server.capture_signals = nullcontext  # signals stay with pytest
+    task = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await task
+
+
+@asynccontextmanager
+async def upstream_of(app):
+    async with serving(app) as url:
+        engine = UpstreamEngine(url)
+        try:
+            yield engine
+        finally:
+            await engine.close()
+
+
+@pytest.fixture
+async def direct():
+    made = ScriptedEngine(hashed_reply(num_tokens=40, first_id=10, last_id=99), context_limit=64, token_delay_s=0.002)
+    yield made
+    await made.close()
+
+
+@pytest.fixture
+def app(direct):
+    return engine_app(direct, encode=lambda text: [ord(letter) for letter in text], decode=lambda ids: str(list(ids)))
+
+
+def without(app, path):
+    app.router.routes[:] = [route for route in app.router.routes if route.path != path]
+    return app
+
+
+async def until(condition):
+    with anyio.fail_after(5):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("has_token_wire", [True, False], ids=["token wire", "text completions"])
+async def test_upstream_gives_what_the_engine_behind_it_sampled(app, direct, has_token_wire):
+    sampling = Sampling(max_new_tokens=30, stop_ids=frozenset({3}))
+    expected = await collect(direct.generate(PROMPT, sampling))
+    async with upstream_of(app if has_token_wire else without(app, "/inference/v1/generate")) as engine:
+        found = await collect(engine.generate(PROMPT, sampling))
+    assert found.ids_R.tolist() == expected.ids_R.tolist()
+    assert found.logprobs_R.tolist() == expected.logprobs_R.tolist()
+    assert (found.spans, found.finish_reason) == (expected.spans, FinishReason.LENGTH)
+
+
+async def test_closing_the_iterator_stops_the_engine_behind_it(app, direct):
+    async with upstream_of(app) as engine:
+        reading = asyncio.create_task(collect(engine.generate(PROMPT, Sampling(max_new_tokens=50))))
+        await until(lambda: direct.num_running == 1)
+        reading.cancel()
+        await until(lambda: direct.num_running == 0)
+
+
+async def test_weights_change_in_the_middle_of_an_answer(app, direct):
+    async with upstream_of(app) as engine:
+        reading = asyncio.create_task(collect(engine.generate(PROMPT, Sampling(max_new_tokens=50))))
+        await until(lambda: direct.num_running == 1)
+        await engine.pause()
+        assert (await engine.info()).paused
+        await engine.load(Weights(kind="folder", folder="/weights"), PolicyVersion(7))
+        assert not reading.done()
+        await engine.resume()
+        generation = await reading
+        assert [span.version for span in generation.spans] == [0, 7]
+        assert (await engine.info()).version == 7
+
+
+async def test_weights_in_memory_cannot_be_sent(app):
+    async with upstream_of(app) as engine:
+        with pytest.raises(EngineError, match="publish a folder"):
+            await engine.load(Weights(kind="shared"), PolicyVersion(1))
+
+
+async def test_version_is_read_from_an_engine_that_is_older_than_its_client(app, direct):
+    await direct.load(Weights(kind="folder", folder="/weights"), PolicyVersion(3))
+    async with upstream_of(app) as engine:
+        info = await engine.info()
+    assert (info.model, info.context_limit, info.version) == ("scripted", 64, 3)
+
+
+async def test_prompt_beyond_the_context(app):
+    async with upstream_of(app) as engine:
+        with pytest.raises(ContextOverflowError):
+            await collect(engine.generate([5] * 64, Sampling(max_new_tokens=1)))
+
+
+async def test_engine_that_is_not_there():
+    engine = UpstreamEngine("http://127.0.0.1:9")
+    try:
+        with pytest.raises(EngineError, match="cannot be reached"):
+            await engine.info()
+    finally:
+        await engine.close()
+
+
+async def test_engine_that_fails_behind_its_server(app, direct):
+    async with upstream_of(app) as engine:
+        await engine.info()
+        await direct.close()
+        with pytest.raises(EngineError, match=r"answered 502: .*engine is closed"):
+            await collect(engine.generate(PROMPT, Sampling(max_new_tokens=1)))
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"finish_reason": "stop", "text": "Hi"},
+        {"finish_reason": "stop", "token_ids": [1, 2], "logprobs": {"content": [{"logprob": -1.0}]}},
+        {"finish_reason": "stop", "token_ids": [1, 2], "logprobs": None},
+    ],
+    ids=["no ids", "too few log-probabilities", "no log-probabilities"],
+)
+async def test_answer_without_its_ids_or_logprobs_is_an_error(choice):
+    async def models(request):
+        return JSONResponse({"data": [{"id": "m", "max_model_len": 64}]})
+
+    async def weight_info(request):
+        return JSONResponse({"weight_version": "default"})
+
+    async def generate(request):
+        return JSONResponse({"choices": [choice]})
+
+    routes = [
+        Route("/v1/models", models),
+        Route("/weight_info", weight_info),
+        Route("/inference/v1/generate", generate, methods=["POST"]),
+    ]
+    async with upstream_of(Starlette(routes=routes)) as engine:
+        with pytest.raises(EngineError, match="both must be there"):
+            await collect(engine.generate(PROMPT, Sampling(max_new_tokens=1)))
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        ("/inference/v1/generate", "[]", "send an object"),
+        ("/inference/v1/generate", "{", "not valid JSON"),
+        ("/inference/v1/generate", "{}", "token_ids is None"),
+        ("/inference/v1/generate", '{"token_ids": [1], "sampling_params": {"temperature": "hot"}}', "cannot be read"),
+        ("/pause?mode=abort", "{}", "mode=keep"),
+        ("/collective_rpc", '{"method": "sleep"}', "only reload_weights"),
+        ("/update_weight_version", '{"new_version": "1"}', "no weights to load"),
+    ],
+)
+async def test_server_refuses_nonsense_clearly(app, path, body, message):
+    async with serving(app) as url, httpx.AsyncClient(base_url=url, trust_env=False) as http:
+        response = await http.post(path, content=body)
+    assert response.status_code == 400
+    assert message in response.json()["error"]["message"]
+
+
+async def test_text_prompt_is_served_too(app):
+    async with serving(app) as url, httpx.AsyncClient(base_url=url, trust_env=False) as http:
+        response = await http.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 2})
+    choice = response.json()["choices"][0]
+    assert choice["prompt_token_ids"] == [72, 105]
+    assert choice["text"] == str(choice["token_ids"])
