@@ -200,7 +200,7 @@ class Call:
     finish_reason: FinishReason
     delivered: Delivered
     request: JsonObject
-    """The caller's body; of a continued conversation only the messages that are new (`messages`)."""
+    """The caller's body, `messages` and `tools` canonical; a continued call keeps only what its parent lacks."""
     reply: JsonObject
     """The assistant message (chat) or `{"text": ...}` (completions) that was answered."""
     overridden: JsonObject = field(default_factory=dict)

@@ -328,7 +328,13 @@ async def test_client_that_goes_away_ends_the_generation(engine, agent, store):
     assert [call.reply["content"] for call in await calls_of(store)] == ["Bye"]
 
 
-async def test_answer_of_a_client_that_left_at_the_end_is_kept_as_not_delivered(store, engine, renderer, rollout):
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/v1/chat/completions", {"messages": [user("say Hi")]}), ("/v1/completions", {"prompt": "say Hi\nassistant\n"})],
+)
+async def test_answer_of_a_client_that_left_at_the_end_is_kept_as_not_delivered(
+    store, engine, renderer, rollout, path, body
+):
     """Over ASGI, since a socket cannot be closed between the last token and the answer on purpose."""
     rollout_id = await rollout()
     times, left = [], asyncio.Event()
@@ -348,7 +354,7 @@ async def test_answer_of_a_client_that_left_at_the_end_is_kept_as_not_delivered(
         context_limit=1024,
         clock=clock,
     )
-    messages = [{"type": "http.request", "body": json.dumps({"messages": [user("say Hi")]}).encode()}]
+    messages = [{"type": "http.request", "body": json.dumps(body).encode()}]
 
     async def receive():
         if messages:
@@ -363,7 +369,6 @@ async def test_answer_of_a_client_that_left_at_the_end_is_kept_as_not_delivered(
 
     key = app.state.services.auth.agent_key(rollout_id, 0)
     headers = [(b"authorization", f"Bearer {key}".encode())]
-    path = "/v1/chat/completions"
     scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
     await app(scope, receive, send)
     assert sent == []

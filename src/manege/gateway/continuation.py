@@ -108,8 +108,8 @@ class Conversation:
 
     def forget(self, call: Call) -> None:
         """Take back an answer that the agent did not get: a twin that it got is what it will continue."""
-        served = self._by_call.pop(call.id)
-        if self._by_key.get(served.key) is served:
+        served = self._by_call.pop(call.id, None)
+        if served is not None and self._by_key.get(served.key) is served:
             if served.twin:
                 self._by_key[served.key] = served.twin
             else:
