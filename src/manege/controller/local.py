@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from manege.client import Claim, Client
-from manege.config import AgentConfig, RunConfig
+from manege.config import AgentConfig, LimitsConfig, RunConfig
 from manege.controller.environment import agent_environment, system_environment
 from manege.controller.folders import AttemptFolders, make_folders, whole_task
 from manege.controller.outcome import Ending, judge_agent, judge_score
@@ -23,9 +23,9 @@ from manege.controller.scoring import Verdict, score
 from manege.errors import HarnessError, ManegeError
 from manege.logs import get_logger, kv
 from manege.sandbox.launcher import Launcher
+from manege.sandbox.layers import Layers
 from manege.sandbox.limits import Limits
 from manege.sandbox.policy import Policy
-from manege.sandbox.probe import Layers
 from manege.sandbox.spec import Exit, ProcessSpec
 from manege.types import Outcome, Rollout
 
@@ -147,7 +147,7 @@ class LocalRunner:
             cwd=str(folders.workspace),
             stdout=str(folders.logs / "stdout.txt"),
             stderr=str(folders.logs / "stderr.txt"),
-            limits=Limits.from_config(agent.limits),
+            limits=_limits(agent.limits),
             policy=policy,
         )
         return await self.launcher.run(spec, agent.limits.run_s)
@@ -193,6 +193,16 @@ async def _remove(folders: AttemptFolders, timeout_s: float) -> None:
         await asyncio.wait_for(asyncio.to_thread(folders.remove), timeout_s)
     except TimeoutError:
         _log.warning(kv("workspace still being removed", folder=folders.root, after_s=timeout_s))
+
+
+def _limits(config: LimitsConfig) -> Limits:
+    return Limits(
+        memory_bytes=config.memory_mb << 20,
+        file_bytes=config.file_mb << 20,
+        num_files=config.num_files,
+        num_processes=config.num_processes,
+        output_bytes=config.output_mb << 20,
+    )
 
 
 def _evidence(ended: Exit, record: AttemptRecord) -> dict[str, object]:

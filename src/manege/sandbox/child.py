@@ -106,7 +106,8 @@ def _exit_after(spec: ProcessSpec, function: Function, reply: int) -> NoReturn:
     except SystemExit as stop:
         code = _exit_code(stop)
     except BaseException as error:
-        sys.excepthook(type(error), error, error.__traceback__)
+        trace = error.__traceback__.tb_next if error.__traceback__ else None  # without this frame of ours
+        sys.excepthook(type(error), error.with_traceback(trace), trace)
         code = 1
         _die_of_limit(error)
     threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]  # waits for threads, as the interpreter does

@@ -1,4 +1,4 @@
-"""Limits of one process of an agent, from LimitsConfig; descendants inherit them.
+"""Limits of one process of an agent; descendants inherit them.
 
 The number of processes is not here: RLIMIT_NPROC counts all processes of a user, and root is exempt, so the supervisor
 counts them.
@@ -7,12 +7,9 @@ counts them.
 import resource
 from dataclasses import dataclass
 
-from manege.config import LimitsConfig
 from manege.sandbox.syscalls import is_linux
 
 __all__ = ["Limits", "set_limits"]
-
-_MB = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,19 +24,8 @@ class Limits:
     """Open files of a process."""
     num_processes: int | None = None
     """Descendants at once; more end the attempt."""
-    output_bytes: int = 16 * _MB
+    output_bytes: int = 16 << 20
     """stdout and stderr that are kept, each."""
-
-    @classmethod
-    def from_config(cls, config: LimitsConfig) -> "Limits":
-        """Those of an agent."""
-        return cls(
-            memory_bytes=config.memory_mb * _MB,
-            file_bytes=config.file_mb * _MB,
-            num_files=config.num_files,
-            num_processes=config.num_processes,
-            output_bytes=config.output_mb * _MB,
-        )
 
 
 def set_limits(limits: Limits) -> None:

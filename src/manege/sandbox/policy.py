@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from manege.sandbox import landlock, seccomp
-from manege.sandbox.probe import Layers
+from manege.sandbox.layers import Layers
 from manege.sandbox.syscalls import ARCH, PR_SET_NO_NEW_PRIVS, drop_capabilities, is_linux, prctl
 
 __all__ = ["Policy", "apply", "code_paths", "command_paths", "interpreter_paths"]

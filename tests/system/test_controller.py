@@ -1,0 +1,269 @@
+"""The controller with a real gateway, real agents and real scorers."""
+
+import asyncio
+import contextlib
+import json
+import os
+import time
+
+import pytest
+
+from manege.client import Client
+from manege.config import ControllerConfig, RunConfig, SandboxConfig
+from manege.controller.loop import Controller
+from manege.errors import ForbiddenError, HarnessError, SandboxError
+from manege.sandbox.probe import probe
+from manege.types import Outcome, RolloutSpec, RolloutState, Task
+
+pytestmark = pytest.mark.anyio
+
+UNSAFE = SandboxConfig(unsafe=not probe().isolates)
+QUESTION = {"question": "What is the pin?"}
+
+
+def run_config(agent="nothing", scorer="score_one", *, limits=None, **changes):
+    """A run whose programs are functions of tests/programs.py, or commands."""
+
+    def program(name):
+        return f"tests.programs:{name}" if isinstance(name, str) else name
+
+    setup = changes.pop("setup", None)
+    return RunConfig.model_validate(
+        {
+            "name": "run",
+            "tasks": {"train": "tasks.jsonl"},
+            "agent": {
+                "run": program(agent),
+                "env": {"QUESTION": "{question}"},
+                "setup": program(setup) if setup else None,
+                "limits": {"run_s": 20, "score_s": 20} | (limits or {}),
+            },
+            "scorer": {"run": program(scorer)},
+            **changes,
+        }
+    )
+
+
+@contextlib.asynccontextmanager
+async def controlling(client, folder, *, name="controller", **changes):
+    config = ControllerConfig(**({"slots": 8} | changes))
+    controller = Controller(client, name=name, folder=folder, config=config, sandbox=UNSAFE)
+    task = asyncio.create_task(controller.run())
+    try:
+        yield controller
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+def spec(name="r1", **changes):
+    task = Task(id="t", input=changes.pop("input", QUESTION), hidden={"given": "secret"})
+    return RolloutSpec(**({"id": name, "run": "run", "task": task, "max_attempts": 1} | changes))
+
+
+async def settle(client, *specs):
+    """Create rollouts and wait for their end."""
+    await client.create_rollouts(list(specs))
+    ended, cursor = {}, 0
+    while len(ended) < len(specs):
+        page = await client.terminal(run="run", after=cursor, wait_s=30)
+        cursor = page.cursor
+        ended |= {rollout.spec.id: rollout for rollout in page.rollouts}
+    return [ended[wanted.id] for wanted in specs]
+
+
+async def run_one(client, folder, config, **changes):
+    await client.put_run("run", config.model_dump(mode="json"))
+    async with controlling(client, folder):
+        (rollout,) = await settle(client, spec(**changes))
+    return rollout
+
+
+async def test_an_agent_is_set_up_run_and_scored_on_what_the_gateway_recorded(client, tmp_path):
+    config = run_config("ask_once", "score_record", setup="prepare")
+    rollout = await run_one(client, tmp_path, config)
+    assert (rollout.outcome, rollout.reward, rollout.message) == (Outcome.OK, 1.0, None)
+    evidence = rollout.evidence
+    assert (evidence["exit_code"], evidence["num_calls"]) == (0, 1)
+    assert set(evidence["seconds"]) == {"setup", "run", "score"}
+    assert evidence["sandbox"] == list(probe().names())
+    logs = tmp_path / "rollouts" / "r1" / "0"
+    assert (logs / "stdout.txt").read_text() == evidence["stdout_tail"] != ""
+    assert list((tmp_path / "workspaces").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("agent", "scorer", "limits", "outcome", "reward", "message"),
+    [
+        ("nothing", "score_one", {}, Outcome.OK, 1.0, None),
+        ("ask_once", "score_nothing", {}, Outcome.OK, None, None),
+        ("ask_and_fail", "score_one", {}, Outcome.OK, 1.0, "exit code 3"),
+        ("raise_error", "score_nothing", {}, Outcome.AGENT_ERROR, 0.0, "crashed before its first model call"),
+        ("raise_error", "score_one", {}, Outcome.AGENT_ERROR, 1.0, "crashed before its first model call"),
+        ("exhaust_memory", "score_nothing", {}, Outcome.AGENT_ERROR, 0.0, "limit of memory"),
+        ("ask_and_hang", "score_nothing", {"run_s": 1}, Outcome.AGENT_TIMEOUT, 0.0, "within 1 s"),
+        ("ask_and_hang", "score_files", {"run_s": 1}, Outcome.AGENT_TIMEOUT, 1.0, "within 1 s"),
+        ("leave_daemons", "score_files", {}, Outcome.OK, 3.0, None),
+        ("poison", "score_unless_poisoned", {"score_s": 1}, Outcome.AGENT_ERROR, 0.0, "pristine workspace it does not"),
+        ("nothing", "score_crash", {}, Outcome.INFRA_ERROR, None, "so it does on a pristine workspace"),
+        (["sh", "-c", "exit 0"], ["sh", "-c", "echo noise; echo 0.5"], {}, Outcome.OK, 0.5, None),
+        (["sh", "-c", "exit 4"], ["sh", "-c", "echo null"], {}, Outcome.AGENT_ERROR, 0.0, "exit code 4"),
+        ("nothing", ["sh", "-c", "echo good"], {}, Outcome.INFRA_ERROR, None, "verdict is 'good'"),
+        ("nothing", ["true"], {}, Outcome.INFRA_ERROR, None, "ended without a verdict"),
+        ("nothing", ["sh", "-c", "echo 1; exit 2"], {}, Outcome.INFRA_ERROR, None, "exit code 2"),
+        (["no-such-agent"], "score_one", {}, Outcome.INFRA_ERROR, None, "'no-such-agent' does not exist"),
+    ],
+)
+async def test_the_outcome_table(client, tmp_path, agent, scorer, limits, outcome, reward, message):
+    rollout = await run_one(client, tmp_path, run_config(agent, scorer, limits=limits))
+    assert (rollout.outcome, rollout.reward) == (outcome, reward), rollout.message
+    assert rollout.message is None if message is None else message in rollout.message
+
+
+@pytest.mark.parametrize("nonsense", ["text", "nan", "infinity", "bool", "object", "list"])
+async def test_a_nonsense_reward_is_refused_and_shown(client, tmp_path, nonsense):
+    config = run_config("nothing", "score_nonsense")
+    rollout = await run_one(client, tmp_path, config, input=QUESTION | {"nonsense": nonsense})
+    assert (rollout.outcome, rollout.reward) == (Outcome.INFRA_ERROR, None)
+    assert "want a finite number or null" in rollout.message
+
+
+async def test_a_scorer_command_gets_the_record_on_its_input(client, tmp_path):
+    reads = "import json, sys; record = json.load(sys.stdin); print(json.dumps(record), file=sys.stderr);"
+    reads += "print(len(record['attempt']['calls']))"
+    rollout = await run_one(client, tmp_path, run_config("ask_once", ["python", "-c", reads]))
+    record = json.loads((tmp_path / "rollouts" / "r1" / "0" / "scorer_errors.txt").read_text())
+    assert rollout.reward == 1.0
+    assert record["task"] == {"id": "t", "input": QUESTION, "hidden": {"given": "secret"}}
+    assert record["attempt"]["stdout"].strip() == record["attempt"]["calls"][0]["reply"]["content"]
+
+
+async def test_setup_may_be_a_command_that_sees_the_hidden_task_which_the_agent_does_not(client, tmp_path):
+    setup = ["sh", "-c", 'cp "$MANEGE_TASK_FILE" seen.json']
+    agent = ["sh", "-c", 'cat seen.json; cat "$MANEGE_TASK_FILE"; ls "$(dirname "$MANEGE_TASK_FILE")"']
+    await run_one(client, tmp_path, run_config(agent, setup=setup))
+    seen, own = (tmp_path / "rollouts" / "r1" / "0" / "stdout.txt").read_text().split("}}", 1)
+    assert "secret" in seen
+    assert "secret" not in own
+    assert "hidden.json" not in own
+
+
+async def test_a_failed_setup_is_not_the_agents_fault(client, tmp_path):
+    rollout = await run_one(client, tmp_path, run_config(setup="prepare_badly"), max_attempts=2)
+    assert (rollout.outcome, rollout.reward, rollout.attempt) == (Outcome.INFRA_ERROR, None, 1)
+    assert "no such image for t" in rollout.message
+
+
+async def test_an_agent_may_post_its_own_reward_where_the_rollout_says_so(client, tmp_path):
+    rollout = await run_one(client, tmp_path, run_config("post_reward", "score_crash"), reward_from="agent")
+    assert (rollout.outcome, rollout.reward) == (Outcome.OK, 0.25), rollout.message
+
+
+async def test_a_rollout_of_a_run_without_config_says_so(client, tmp_path):
+    await client.put_run("run", {})
+    async with controlling(client, tmp_path):
+        (rollout,) = await settle(client, spec())
+    assert rollout.outcome is Outcome.INFRA_ERROR
+    assert "config of run 'run'" in rollout.message
+
+
+async def test_one_failing_rollout_leaves_the_others_alone(client, tmp_path):
+    config = run_config(
+        ["sh", "-c", 'test "$QUESTION" != bad'], setup=["sh", "-c", "! grep -q worse $MANEGE_TASK_FILE"]
+    )
+    await client.put_run("run", config.model_dump(mode="json"))
+    specs = [
+        spec(f"r{index}", input={"question": question}) for index, question in enumerate(["good", "bad", "worse"] * 4)
+    ]
+    async with controlling(client, tmp_path):
+        ended = await settle(client, *specs)
+    assert [rollout.outcome for rollout in ended] == [Outcome.OK, Outcome.AGENT_ERROR, Outcome.INFRA_ERROR] * 4
+
+
+async def wait_for(path, seconds=20):
+    deadline_s = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < deadline_s, path
+        await asyncio.sleep(0.01)
+
+
+HANG = ["sh", "-c", "echo $$ > pid; (setsid sh -c 'echo $$ > daemon; sleep 60' &); sleep 60"]
+
+
+def alive(pid):
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def hanging(client, tmp_path, **changes):
+    """Start a rollout that does not end; returns the numbers of its processes."""
+    await client.put_run("run", run_config(HANG).model_dump(mode="json"))
+    await client.create_rollouts([spec(**changes)])
+    workspace = tmp_path / "workspaces" / "r1.0" / "workspace"
+    for name in ("pid", "daemon"):
+        await wait_for(workspace / name)
+        while not (workspace / name).read_text():
+            await asyncio.sleep(0.01)
+    return [(workspace / name).read_text() for name in ("pid", "daemon")]
+
+
+async def test_a_cancelled_rollouts_agent_is_dead_within_five_seconds(client, tmp_path):
+    async with controlling(client, tmp_path, lease_s=4):
+        pids = await hanging(client, tmp_path)
+        assert (await client.cancel("r1")).state is RolloutState.CANCELLED
+        began_s = time.monotonic()
+        while any(alive(pid) for pid in pids):
+            assert time.monotonic() - began_s < 5
+            await asyncio.sleep(0.01)
+
+
+async def test_a_stopped_controller_kills_its_agents_and_another_one_goes_on(client, tmp_path):
+    async with controlling(client, tmp_path, lease_s=60):
+        pids = await hanging(client, tmp_path, max_attempts=2)
+    assert not any(alive(pid) for pid in pids)
+    assert (await client.get_rollout("r1")).state is RolloutState.RUNNING
+    await client.put_run("run", run_config("nothing").model_dump(mode="json"))
+    async with controlling(client, tmp_path, name="another"):
+        page = await client.terminal(run="run", after=0, wait_s=30)
+    (rollout,) = page.rollouts
+    assert (rollout.attempt, rollout.outcome, rollout.reward) == (1, Outcome.OK, 1.0)
+
+
+async def test_no_more_attempts_run_than_there_are_slots(client, tmp_path):
+    agent = ["sh", "-c", "echo $(date +%s%N) start; sleep 0.2; echo $(date +%s%N) end"]
+    await client.put_run("run", run_config(agent).model_dump(mode="json"))
+    specs = [spec(f"r{index}") for index in range(6)]
+    async with controlling(client, tmp_path, slots=2):
+        await settle(client, *specs)
+    outputs = [(tmp_path / "rollouts" / each.id / "0" / "stdout.txt").read_text() for each in specs]
+    lines = [line.split() for output in outputs for line in output.splitlines()]
+    running = most = 0
+    for _, what in sorted(lines):
+        running += 1 if what == "start" else -1
+        most = max(most, running)
+    assert most == 2
+
+
+async def test_programs_are_checked_before_a_run_begins(client, tmp_path):
+    async with controlling(client, tmp_path) as controller:
+        await controller.prepare(run_config("ask_once", "score_record", setup="prepare"))
+        with pytest.raises(HarnessError, match="agent: command 'no-such-agent' does not exist"):
+            await controller.prepare(run_config(["no-such-agent"]))
+        with pytest.raises(HarnessError, match=r"scorer.*has no function 'no_such_scorer'"):
+            await controller.prepare(run_config(scorer="no_such_scorer"))
+
+
+async def test_agents_that_cannot_be_isolated_are_refused(client, tmp_path):
+    with pytest.raises(SandboxError, match="--unsafe"):
+        Controller(client, name="c", folder=tmp_path, config=ControllerConfig(), sandbox=SandboxConfig(mode="off"))
+
+
+async def test_a_wrong_key_ends_the_controller_with_its_message(gateway, tmp_path):
+    async with Client(gateway.url, "mo-wrong") as stranger:
+        controller = Controller(stranger, name="c", folder=tmp_path, config=ControllerConfig(), sandbox=UNSAFE)
+        with pytest.raises(ForbiddenError):
+            await controller.run()

@@ -1,0 +1,159 @@
+"""The pure parts of the controller: plan, verdicts, outcomes, the agent's environment, folders."""
+
+import json
+import stat
+
+import pytest
+
+from manege.controller.environment import agent_environment, fill
+from manege.controller.folders import make_folders
+from manege.controller.outcome import judge_agent, judge_score
+from manege.controller.plan import Actions, Lease, plan
+from manege.controller.scoring import Verdict, parse_verdict
+from manege.errors import HarnessError
+from manege.sandbox.spec import Exit
+from manege.types import Outcome, Rollout, RolloutSpec, RolloutState, Task
+
+
+def lease(attempt=0, ends_s=130.0):
+    return Lease(attempt=attempt, ends_s=ends_s)
+
+
+@pytest.mark.parametrize(
+    ("desired", "actual", "actions"),
+    [
+        ({}, {}, {"num_claim": 2}),
+        ({"a": lease()}, {}, {"start": ["a"], "num_claim": 1}),
+        ({"a": lease()}, {"a": 0}, {"num_claim": 1}),
+        ({}, {"a": 0}, {"kill": ["a"], "num_claim": 1}),
+        ({"a": lease(attempt=1)}, {"a": 0}, {"kill": ["a"], "num_claim": 1}),
+        ({"a": lease(ends_s=100.0)}, {"a": 0}, {"kill": ["a"], "num_claim": 1}),
+        ({"a": lease(ends_s=100.0)}, {}, {"num_claim": 2}),
+        ({"a": lease(ends_s=110.0), "b": lease()}, {"a": 0, "b": 0}, {"renew": ["a", "b"]}),
+        ({"a": lease(), "b": lease(), "c": lease()}, {"a": 0, "d": 0}, {"start": ["b", "c"], "kill": ["d"]}),
+    ],
+    ids=["idle", "new", "running", "lost", "next attempt", "lapsed", "lapsed, dead", "due", "too many"],
+)
+def test_the_plan_follows_from_leases_and_agents(desired, actual, actions):
+    want = Actions(**({"start": [], "kill": [], "renew": [], "num_claim": 0} | actions))
+    assert plan(desired, actual, now_s=100.0, slots=2, renew_before_s=10.0) == want
+
+
+@pytest.mark.parametrize(("text", "reward"), [("1", 1.0), ("0.5", 0.5), ("-0.25", -0.25), ("1e3", 1e3), ("null", None)])
+def test_a_verdict_is_a_number_or_none(text, reward):
+    assert parse_verdict(text) == reward
+
+
+@pytest.mark.parametrize(
+    "text",
+    ['"0.5"', "true", "false", "NaN", "Infinity", "-Infinity", "1e999", "9" * 400, "[1]", '{"reward": 1}', "good", ""],
+)
+def test_nonsense_is_not_a_verdict(text):
+    with pytest.raises(ValueError, match="want a finite number or null"):
+        parse_verdict(text)
+
+
+def ended(**changes):
+    return Exit(**({"code": 0, "signal": None, "seconds": 1, "cpu_seconds": 1, "num_left": 0} | changes))
+
+
+@pytest.mark.parametrize(
+    ("seen", "num_calls", "outcome", "message"),
+    [
+        (ended(), 2, Outcome.OK, None),
+        (ended(), 0, Outcome.OK, None),
+        (ended(code=3), 2, Outcome.OK, "the agent ended with exit code 3"),
+        (ended(code=None, signal=11), 2, Outcome.OK, "the agent ended with signal 11"),
+        (ended(code=3), 0, Outcome.AGENT_ERROR, "before its first model call (exit code 3)"),
+        (ended(code=None, signal=11), 0, Outcome.AGENT_ERROR, "before its first model call (signal 11)"),
+        (ended(code=None, signal=9, limit="memory"), 2, Outcome.AGENT_ERROR, "limit of memory"),
+        (ended(code=None, signal=9, timed_out=True), 2, Outcome.AGENT_TIMEOUT, "within 600 s (agent.limits.run_s)"),
+    ],
+    ids=["done", "no call", "exit code", "signal", "crash", "crash by signal", "memory", "time"],
+)
+def test_what_an_agent_did_is_its_outcome(seen, num_calls, outcome, message):
+    got, text = judge_agent(seen, num_calls=num_calls, run_s=600)
+    assert got is outcome
+    assert text == message if message is None else message in text
+
+
+GOOD, HUNG, ODD = Verdict(reward=1.0), Verdict(reward=None, failure="hung"), Verdict(reward=None, nonsense="text")
+
+
+@pytest.mark.parametrize(
+    ("before", "verdict", "control", "after"),
+    [
+        (Outcome.OK, GOOD, None, Outcome.OK),
+        (Outcome.AGENT_TIMEOUT, GOOD, None, Outcome.AGENT_TIMEOUT),
+        (Outcome.OK, ODD, None, Outcome.INFRA_ERROR),
+        (Outcome.OK, HUNG, GOOD, Outcome.AGENT_ERROR),
+        (Outcome.AGENT_TIMEOUT, HUNG, GOOD, Outcome.AGENT_TIMEOUT),
+        (Outcome.OK, HUNG, HUNG, Outcome.INFRA_ERROR),
+        (Outcome.AGENT_TIMEOUT, HUNG, ODD, Outcome.INFRA_ERROR),
+    ],
+)
+def test_scoring_can_only_worsen_an_outcome(before, verdict, control, after):
+    assert judge_score(before, None, verdict, control)[0] is after
+
+
+def rollout(**changes):
+    task = Task(id="t", input={"question": "why?", "number": 3, "list": [1, "ä"]}, hidden={"answer": 42})
+    spec = RolloutSpec(**({"id": "r1", "run": "run", "task": task} | changes))
+    return Rollout(spec=spec, state=RolloutState.RUNNING, attempt=1, created_s=0)
+
+
+def test_an_agent_finds_its_model_its_task_and_nothing_hidden(tmp_path):
+    folders = make_folders(tmp_path, rollout())
+    environment = agent_environment(
+        rollout(),
+        gateway_url="http://127.0.0.1:7",
+        agent_key="ma-key",
+        folders=folders,
+        mapped={"QUESTION": "Q: {question}", "N": "{number}", "LIST": "{list}", "JSON": '{"a": 1}'},
+    )
+    assert environment["OPENAI_BASE_URL"] == "http://127.0.0.1:7/v1"
+    assert environment["ANTHROPIC_BASE_URL"] == environment["GOOGLE_GEMINI_BASE_URL"] == "http://127.0.0.1:7"
+    keys = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN", "GEMINI_API_KEY", "AGL_KEY")
+    assert {environment[name] for name in keys} == {"ma-key"}
+    events = "http://127.0.0.1:7/api/rollouts/r1/attempt/1/events"
+    assert environment["MANEGE_EVENT_URL"] == environment["AGL_EVENT_URL"] == events
+    assert environment["AGL_OPENAI_BASE_URL"] == "http://127.0.0.1:7/proxy/rollout/r1/attempt/1/mode/train/openai/v1"
+    mapped = {name: environment[name] for name in ("QUESTION", "N", "LIST", "JSON")}
+    assert mapped == {"QUESTION": "Q: why?", "N": "3", "LIST": '[1, "ä"]', "JSON": '{"a": 1}'}
+    assert json.loads(folders.task_file.read_text()) == {"id": "t", "input": rollout().spec.task.input}
+    assert "42" not in json.dumps(environment)
+
+
+def test_a_validation_rollout_has_its_own_path(tmp_path):
+    spec = rollout(is_train=False)
+    folders = make_folders(tmp_path, spec)
+    environment = agent_environment(spec, gateway_url="http://h", agent_key="k", folders=folders, mapped={})
+    assert "/mode/val/" in environment["AGL_OPENAI_BASE_URL"]
+
+
+def test_an_unknown_field_is_named():
+    with pytest.raises(HarnessError, match=r"agent.env.Q = '\{qestion\}'.*no field 'qestion'; it has a, b"):
+        fill("{qestion}", {"b": 1, "a": 2}, name="Q")
+
+
+def test_folders_are_private_fresh_and_below_the_run_folder(tmp_path):
+    folders = make_folders(tmp_path, rollout(id="../../up"))
+    (folders.workspace / "old").touch()
+    assert folders.root.parent == tmp_path / "workspaces"
+    assert folders.logs.parent.parent == tmp_path / "rollouts"
+    assert stat.S_IMODE(folders.root.stat().st_mode) == 0o700
+    assert list(make_folders(tmp_path, rollout(id="../../up")).workspace.iterdir()) == []
+
+
+def test_locked_folders_are_removed_and_links_not_followed(tmp_path):
+    folders = make_folders(tmp_path, rollout())
+    kept = tmp_path / "kept"
+    kept.touch()
+    locked = folders.workspace / "locked"
+    locked.mkdir()
+    (locked / "file").touch()
+    (folders.workspace / "link").symlink_to(kept)
+    locked.chmod(0)
+    folders.remove()
+    assert not folders.root.exists()
+    assert kept.exists()
