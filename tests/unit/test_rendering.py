@@ -235,6 +235,22 @@ def test_known_parser_gives_reasoning_and_calls(qwen3_folder):
     assert [(call.name, call.arguments) for call in parsed.tool_calls] == [("bash", '{"c": "ls"}')]
 
 
+@pytest.mark.parametrize(
+    ("text", "tools"),
+    [
+        ('Ok.\n<tool_call>\n{"name": "bash", "arguments": {}}\n</tool_call>', []),
+        ("Ok.\n<tool_call>\nls\n</tool_call>", [BASH]),
+        ('Ok.\n<tool_call>\n{"name": "bash", "arg', [BASH]),
+    ],
+    ids=["no tools", "malformed", "cut"],
+)
+def test_known_parser_loses_nothing_that_is_no_call(qwen3_folder, text, tools):
+    known = renderer_for(dataclasses.replace(qwen3_folder, name="Qwen/Qwen3-0.6B"))
+    parsed = known.parse(sampled(known, text), tools=tools)
+    assert parsed.tool_calls == []
+    assert parsed.content.split() == text.split()
+
+
 def test_template_that_refuses_messages_is_the_callers_error(smollm2_folder):
     template = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('user first') }}{% endif %}<|im_end|>"
     renderer = GenericRenderer(smollm2_folder.tokenizer, template, special_tokens={}, eos_ids=smollm2_folder.eos_ids)

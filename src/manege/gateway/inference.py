@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from manege.engine.base import Generation, Sampling, collect
 from manege.engine.connection import ClientGone, Connection
-from manege.errors import ConflictError, EngineError, ManegeError, NotFoundError, UnavailableError
+from manege.errors import ConflictError, EngineError, ManegeError, NotFoundError
 from manege.gateway.admission import admit
 from manege.gateway.auth import AgentIdentity
 from manege.gateway.capture import answer_message, new_call, reply_to
@@ -211,7 +211,7 @@ def _json_response(body: JsonObject, *, status: int = 200, headers: dict[str, st
 
 def _error_response(body: JsonObject, error: ManegeError) -> Response:
     headers = {}
-    if isinstance(error, UnavailableError):
+    if error.status == 503:
         headers["retry-after"] = "5"
     elif isinstance(error, ConflictError):
         # OpenAI's SDK would try a 409 again; an attempt that is over stays over.

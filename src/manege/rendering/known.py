@@ -13,6 +13,7 @@ from tokenizers import Tokenizer
 
 from manege.errors import ProtocolError
 from manege.rendering.base import ParsedReply, ToolCall
+from manege.rendering.parse import parse_text
 from manege.types import JsonObject
 
 __all__ = ["KnownRenderer", "is_known"]
@@ -62,16 +63,16 @@ class KnownRenderer:
         parsed = self._renderer.parse_response(
             list(response_ids), tools=_plain(tools) or None, prompt_ids=list(prompt_ids)
         )
-        calls = parsed.tool_calls if tools else []
-        malformed = [call.raw for call in calls if call.status != "ok" or call.name is None]
+        calls = [call for call in parsed.tool_calls if tools and call.status == "ok" and call.name is not None]
+        if parsed.tool_calls and not calls:
+            # The library takes attempts at calls out of the text, and their tags away.
+            shown = [token for token in response_ids if token not in self.stop_ids]
+            return parse_text(self._tokenizer.decode(shown, skip_special_tokens=False), with_tools=False)
+        malformed = [call.raw for call in parsed.tool_calls if call not in calls]
         return ParsedReply(
             content="\n".join(filter(None, [parsed.content, *malformed])),
             reasoning=parsed.reasoning_content,
-            tool_calls=[
-                ToolCall(name=call.name, arguments=_json_text(call.arguments))
-                for call in calls
-                if call.status == "ok" and call.name is not None
-            ],
+            tool_calls=[ToolCall(name=str(call.name), arguments=_json_text(call.arguments)) for call in calls],
         )
 
     def encode(self, text: str) -> list[int]:
