@@ -29,7 +29,7 @@ from manege.types import Call, CallId, Delivered, IntArray, JsonObject, RolloutI
 __all__ = ["Conversation", "Conversations", "Prompt"]
 
 MAX_ATTEMPTS = 1024
-"""Attempts whose conversations are kept in memory: more than run at once on one gateway, some MB each at most."""
+"""Attempts whose conversations are kept in memory, at 4 bytes per token: more than run at once on one gateway."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
