@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import sqlite3
 
 import httpx
 import pytest
@@ -16,6 +17,7 @@ from manege.errors import (
     UnavailableError,
     UnprocessableError,
 )
+from manege.gateway.hold import Gate
 from manege.gateway.server import GatewayServer
 from manege.types import Outcome, RolloutSpec, RolloutState, Task
 from tests.calls import make_call
@@ -221,6 +223,29 @@ async def test_a_pause_waits_for_calls_in_flight_and_holds_new_ones(client, gate
     assert order[2:] == ["second in", "second out"]
 
 
+async def test_a_held_call_is_refused_when_the_pause_lasts_too_long_or_the_gateway_ends(engine):
+    gate = Gate(engine, hold_s=0.05)
+    await gate.pause(drain_s=0)
+    with pytest.raises(UnavailableError, match="paused for"):
+        async with gate.enter():
+            pass
+    gate.close()
+    with pytest.raises(UnavailableError, match="shutting down"):
+        async with gate.enter():
+            pass
+    assert (gate.num_held, gate.num_in_flight) == (0, 0)
+
+
+async def test_a_store_that_fails_is_503_with_retry_after(http, tmp_path):
+    other = sqlite3.connect(tmp_path / "store.db", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    answer = await http.put("/api/runs/run", json={"config": {}})
+    other.close()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "store_error")
+    assert int(answer.headers["retry-after"]) > 0
+    assert (await http.put("/api/runs/run", json={"config": {}})).status_code == 200
+
+
 async def test_a_pause_that_was_overtaken_by_a_resume_says_so(client, gateway):
     async with gateway.services.gate.enter():
         pausing = asyncio.create_task(client.pause(drain_s=30))
@@ -230,6 +255,12 @@ async def test_a_pause_that_was_overtaken_by_a_resume_says_so(client, gateway):
         with pytest.raises(ConflictError, match="resumed while"):
             await pausing
     assert not (await client.state())["paused"]
+
+
+async def test_the_state_counts_the_rollouts_of_a_run(client):
+    await client.create_rollouts([spec("a"), spec("b", run="other")])
+    assert (await client.state(run="run"))["rollouts"] == dict.fromkeys(RolloutState, 0) | {"queuing": 1}
+    assert (await client.state())["rollouts"]["queuing"] == 2
 
 
 async def test_metrics_count_rollouts_by_state_and_health_needs_no_key(client, http, gateway):

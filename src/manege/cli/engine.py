@@ -8,7 +8,7 @@ from rich.console import Console
 from manege.cli.parts import local_engine
 from manege.config import EngineConfig, GatewayConfig, ModelConfig
 from manege.engine.server import engine_app
-from manege.gateway.server import GatewayServer
+from manege.gateway.server import Server
 from manege.rendering.select import renderer_for
 
 EXAMPLES = """examples:
@@ -32,7 +32,7 @@ async def execute(arguments: argparse.Namespace) -> int:
     try:
         renderer = renderer_for(folder)
         app = engine_app(engine, encode=renderer.encode, decode=renderer.decode)
-        async with GatewayServer(app, host=arguments.host, port=arguments.port, has_explicit_key=True) as server:
+        async with Server(app, host=arguments.host, port=arguments.port, has_explicit_key=True) as server:
             Console(stderr=True).print(f"engine {server.url}, model {folder.path.name}", highlight=False)
             await asyncio.get_running_loop().create_future()
     finally:

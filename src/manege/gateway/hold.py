@@ -75,10 +75,13 @@ class Gate:
         # A pause that still drains must see that it was overtaken.
         self._idle.set()
         async with self._lock:
-            await self._engine.resume()
-            self._engine_paused = False
-            if not self.paused:
-                self._open.set()
+            try:
+                await self._engine.resume()
+                self._engine_paused = False
+            finally:
+                # Should the engine be gone, held calls learn it from the engine, now.
+                if not self.paused:
+                    self._open.set()
 
     async def publish(self, store: Store, weights: Weights) -> PolicyVersion:
         """Count a new version and load its weights. Raises ConflictError unless the engine is paused."""

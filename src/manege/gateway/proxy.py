@@ -15,6 +15,7 @@ from manege.engine.base import Weights
 from manege.gateway.http import RETRY_AFTER_S, answer, read_object, validated
 from manege.gateway.metrics import render
 from manege.gateway.services import Services
+from manege.types import RunId
 
 __all__ = ["proxy_routes"]
 
@@ -64,8 +65,9 @@ class _Proxy:
         return answer(await self._state())
 
     async def state(self, request: Request) -> Response:
-        counts = await self._services.store.count_rollouts(run=request.query_params.get("run"))
-        return answer({**await self._state(), "rollouts": counts})
+        run = request.query_params.get("run")
+        counts = await self._services.store.count_rollouts(run=None if run is None else RunId(run))
+        return answer({**await self._state(), "rollouts": {str(state): number for state, number in counts.items()}})
 
     async def publish(self, request: Request) -> Response:
         body = validated(_WEIGHTS, await read_object(request))

@@ -1,7 +1,6 @@
-"""Serves the gateway's application on a socket, inside the caller's event loop.
+"""Serves an application on a socket, inside the caller's event loop; signals stay with the caller.
 
-Stopping ends long polls and held calls first, then lets answers in flight go out for a moment. Signals stay with the
-caller.
+Stopping lets answers in flight go out for a moment; the gateway's server ends long polls and held calls first.
 """
 
 import asyncio
@@ -16,15 +15,15 @@ from starlette.applications import Starlette
 from manege.errors import ConfigError
 from manege.gateway.services import Services
 
-__all__ = ["GatewayServer"]
+__all__ = ["GatewayServer", "Server"]
 
 GRACE_S = 3
 """How long answers in flight may take at shutdown; then their connections are closed."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-class GatewayServer:
-    """`async with GatewayServer(app) as server: ... server.url`."""
+class Server:
+    """`async with Server(app) as server: ... server.url`."""
 
     def __init__(
         self, app: Starlette, *, host: str = "127.0.0.1", port: int = 0, has_explicit_key: bool = False
@@ -32,11 +31,9 @@ class GatewayServer:
         """Raises ConfigError for another address than loopback without a key that the operator chose."""
         if host not in LOOPBACK and not has_explicit_key:
             raise ConfigError(
-                f"gateway.host = {host!r} can be reached from outside; choose a key for it with gateway.key, "
-                "or bind 127.0.0.1"
+                f"host {host!r} can be reached from outside; choose a key for it (gateway.key), or bind 127.0.0.1"
             )
         self.app = app
-        self.services: Services = app.state.services
         self._host, self._port = host, port
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
@@ -66,13 +63,11 @@ class GatewayServer:
         while not self._uvicorn.started:
             if self._serving.done():
                 await self._serving
-                raise ConfigError(f"the gateway did not start on {self.url}; its log says why")
+                raise ConfigError(f"nothing started on {self.url}; the log says why")
             await asyncio.sleep(0.005)
 
     async def stop(self) -> None:
         """Safe to repeat."""
-        self.services.feed.close()
-        self.services.gate.close()
         if self._serving is not None:
             self._uvicorn.should_exit = True
             await self._serving
@@ -95,10 +90,25 @@ class GatewayServer:
             listener = socket.create_server((self._host, self._port), family=family, backlog=2048)
         except OSError as error:
             raise ConfigError(
-                f"the gateway cannot listen on {self._host} port {self._port}: {error.strerror}; "
-                "end what uses the port, or choose another with gateway.port (0: a free one)"
+                f"cannot listen on {self._host} port {self._port}: {error.strerror}; "
+                "end what uses the port, or choose another (gateway.port; 0: a free one)"
             ) from error
         return listener
+
+
+class GatewayServer(Server):
+    """Serves what `create_app` made."""
+
+    @property
+    def services(self) -> Services:
+        """The parts of the gateway."""
+        return self.app.state.services
+
+    async def stop(self) -> None:
+        """Safe to repeat."""
+        self.services.feed.close()
+        self.services.gate.close()
+        await super().stop()
 
 
 class _Uvicorn(uvicorn.Server):

@@ -37,7 +37,7 @@ __all__ = [
 _GET = select(rollouts).where(rollouts.c.id == bindparam("rollout_id"))
 
 
-def to_rollout(row: Row[Any]) -> Rollout:
+def _to_rollout(row: Row[Any]) -> Rollout:
     """A row of the table as the glossary's type."""
     return Rollout(
         spec=SPEC.validate_json(row.spec),
@@ -56,7 +56,7 @@ def to_rollout(row: Row[Any]) -> Rollout:
 
 def query(connection: Connection, statement: Select[Any]) -> list[Rollout]:
     """The rollouts that a select of the table finds."""
-    return [to_rollout(row) for row in connection.execute(statement)]
+    return [_to_rollout(row) for row in connection.execute(statement)]
 
 
 def get(connection: Connection, rollout_id: RolloutId) -> Rollout:
@@ -64,7 +64,7 @@ def get(connection: Connection, rollout_id: RolloutId) -> Rollout:
     row = connection.execute(_GET, {"rollout_id": rollout_id}).one_or_none()
     if row is None:
         raise NotFoundError(f"rollout {rollout_id!r} does not exist; it was never created or has been deleted")
-    return to_rollout(row)
+    return _to_rollout(row)
 
 
 def create(connection: Connection, specs: Sequence[RolloutSpec], now_s: float) -> list[Rollout]:
@@ -85,7 +85,7 @@ def create(connection: Connection, specs: Sequence[RolloutSpec], now_s: float) -
                 )
             )
         created.append(
-            known[0] if known else Rollout(spec=spec, state=RolloutState.QUEUING, attempt=0, created_s=now_s)
+            _to_rollout(known) if known else Rollout(spec=spec, state=RolloutState.QUEUING, attempt=0, created_s=now_s)
         )
     return created
 
