@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 from manege.errors import HarnessError
+from manege.sandbox import processes
 from manege.sandbox.launcher import Launcher, search_path
-from manege.sandbox.limits import Limits
 from manege.sandbox.policy import Policy
 from manege.sandbox.probe import probe
-from manege.sandbox.spec import ProcessSpec
+from manege.sandbox.spec import Limits, ProcessSpec
 from tests import programs
 
 pytestmark = pytest.mark.anyio
@@ -197,6 +197,7 @@ async def test_a_cancelled_run_leaves_no_process(launcher, box):
 
 CONTROLLER = """
 import asyncio, pickle, sys
+from manege.sandbox import processes
 from manege.sandbox.launcher import Launcher
 
 async def main():
@@ -278,3 +279,13 @@ async def test_a_warm_parent_that_was_killed_is_replaced(launcher, box):
     parent._popen.kill()
     parent._popen.wait()
     assert (await launcher.run(box.spec("tests.programs:nothing"), 30)).code == 0
+
+
+async def test_a_scan_of_all_processes_finds_the_same_descendants():
+    with subprocess.Popen(["sh", "-c", "sleep 60 & sleep 60 & wait"]) as shell:
+        while len(processes._listed_children(shell.pid)) < 2:
+            await asyncio.sleep(0.01)
+        listed = sorted(processes._listed_children(shell.pid))
+        assert sorted(processes._scanned_children()(shell.pid)) == listed
+        for pid in [*listed, shell.pid]:
+            os.kill(pid, signal.SIGKILL)

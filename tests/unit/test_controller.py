@@ -54,7 +54,7 @@ def test_nonsense_is_not_a_verdict(text):
 
 
 def ended(**changes):
-    return Exit(**({"code": 0, "signal": None, "seconds": 1, "cpu_seconds": 1, "num_left": 0} | changes))
+    return Exit(**({"code": 0, "signal": None, "cpu_seconds": 1, "num_left": 0} | changes))
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,8 @@ from manege.errors import HarnessError, ManegeError
 from manege.logs import get_logger, kv
 from manege.sandbox.launcher import Launcher
 from manege.sandbox.layers import Layers
-from manege.sandbox.limits import Limits
 from manege.sandbox.policy import Policy
-from manege.sandbox.spec import Exit, ProcessSpec
+from manege.sandbox.spec import Exit, Limits, ProcessSpec
 from manege.types import Outcome, Rollout
 
 __all__ = ["LocalRunner"]
@@ -122,8 +121,7 @@ class LocalRunner:
         if ended.timed_out:
             raise HarnessError(f"the setup did not end within {agent.limits.setup_s:g} s (agent.limits.setup_s)")
         if ended.code != 0:
-            how = f"exit code {ended.code}" if ended.signal is None else f"signal {ended.signal}"
-            raise HarnessError(f"the setup failed with {how}: {_tail(log).strip() or 'it printed nothing'}")
+            raise HarnessError(f"the setup failed with {ended.how}: {_tail(log).strip() or 'it printed nothing'}")
 
     async def _run_agent(self, claim: Claim, agent: AgentConfig, folders: AttemptFolders) -> Exit:
         gateway_url = self.client.url

@@ -31,10 +31,9 @@ def judge_agent(ended: Exit, *, num_calls: int, run_s: float) -> tuple[Outcome, 
         return Outcome.AGENT_ERROR, f"the agent went over its limit of {ended.limit} (agent.limits)"
     if ended.code == 0:
         return Outcome.OK, None
-    how = f"exit code {ended.code}" if ended.signal is None else f"signal {ended.signal}"
     if num_calls == 0:
-        return Outcome.AGENT_ERROR, f"the agent crashed before its first model call ({how}); see its stderr.txt"
-    return Outcome.OK, f"the agent ended with {how}"
+        return Outcome.AGENT_ERROR, f"the agent crashed before its first model call ({ended.how}); see its stderr.txt"
+    return Outcome.OK, f"the agent ended with {ended.how}"
 
 
 def judge_score(

@@ -15,8 +15,7 @@ from manege.controller.environment import system_environment
 from manege.controller.folders import AttemptFolders
 from manege.controller.record import AttemptRecord
 from manege.sandbox.launcher import Launcher
-from manege.sandbox.limits import Limits
-from manege.sandbox.spec import Exit, ProcessSpec, Program
+from manege.sandbox.spec import Exit, Limits, ProcessSpec, Program
 from manege.types import Task
 
 __all__ = ["Verdict", "parse_verdict", "score"]
@@ -43,8 +42,9 @@ async def score(
     spec = ProcessSpec(
         program=program,
         role="scorer",
-        env={**system_environment(home=str(Path.home()), scratch=str(folders.scratch))},
-        cwd=str(folders.workspace),
+        env=system_environment(home=str(Path.home()), scratch=str(folders.root)),
+        # Not the workspace: a Python started there would import what the agent left there.
+        cwd=str(folders.root),
         stdout=str(output),
         stderr=str(folders.logs / "scorer_errors.txt"),
         limits=Limits(),
@@ -90,11 +90,7 @@ def _failure(ended: Exit, timeout_s: float, folders: AttemptFolders) -> str | No
     see = f"see {folders.logs / 'scorer_errors.txt'}"
     if ended.timed_out:
         return f"the scorer did not end within {timeout_s:g} s (agent.limits.score_s); {see}"
-    if ended.signal is not None:
-        return f"the scorer was killed by signal {ended.signal}; {see}"
-    if ended.code != 0:
-        return f"the scorer failed with exit code {ended.code}; {see}"
-    return None
+    return None if ended.code == 0 else f"the scorer failed with {ended.how}; {see}"
 
 
 def _last_line(output: Path) -> str | None:

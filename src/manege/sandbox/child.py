@@ -7,7 +7,6 @@ and atexit functions mean the same.
 
 import asyncio
 import atexit
-import errno
 import inspect
 import itertools
 import json
@@ -59,7 +58,7 @@ def _prepare(spec: ProcessSpec, outputs: Sequence[int], keep: Sequence[int]) -> 
     supervisor = os.getppid()
     os.setsid()
     signal.set_wakeup_fd(-1)
-    # Python ignores the last two; programs expect the defaults.
+    # Python ignores the last two; with the default, a file that grows too big ends the program in the kernel's way.
     for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     if is_linux():
@@ -67,9 +66,10 @@ def _prepare(spec: ProcessSpec, outputs: Sequence[int], keep: Sequence[int]) -> 
         if os.getppid() != supervisor:
             os._exit(_COULD_NOT_START)
         _offer_to_oom_killer()
-    with tempfile.TemporaryFile() as stdin:
-        stdin.write(spec.stdin)
-        stdin.seek(0)
+    with tempfile.TemporaryFile() if spec.stdin else open(os.devnull, "r+b") as stdin:
+        if spec.stdin:
+            stdin.write(spec.stdin)
+            stdin.seek(0)
         for target, source in enumerate((stdin.fileno(), *outputs)):
             os.dup2(source, target)
     edges = [2, *sorted(keep), os.sysconf("SC_OPEN_MAX")]
@@ -109,7 +109,9 @@ def _exit_after(spec: ProcessSpec, function: Function, reply: int) -> NoReturn:
         trace = error.__traceback__.tb_next if error.__traceback__ else None  # without this frame of ours
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         code = 1
-        _die_of_limit(error)
+        if isinstance(error, MemoryError):
+            _flush()
+            os.kill(os.getpid(), signal.SIGKILL)  # says so to the supervisor, as the kernel would
     threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]  # waits for threads, as the interpreter does
     atexit._run_exitfuncs()
     _flush()
@@ -123,18 +125,6 @@ def _exit_code(stop: SystemExit) -> int:
         return stop.code & 0xFF
     print(stop.code, file=sys.stderr)  # noqa: T201  # what the interpreter does with `sys.exit("message")`
     return 1
-
-
-def _die_of_limit(error: BaseException) -> None:
-    """Turn Python's view of a limit into the signal that says so to the supervisor."""
-    limit = None
-    if isinstance(error, MemoryError):
-        limit = signal.SIGKILL
-    elif isinstance(error, OSError) and error.errno == errno.EFBIG:
-        limit = signal.SIGXFSZ
-    if limit is not None:
-        _flush()
-        os.kill(os.getpid(), limit)
 
 
 def _plain(value: Any) -> float | str:

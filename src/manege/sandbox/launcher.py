@@ -12,7 +12,6 @@ import json
 import os
 import pickle
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -97,20 +96,20 @@ class Launcher:
 
     async def start(self, spec: ProcessSpec) -> Process:
         """Start a process tree. Raises HarnessError if its function cannot be imported."""
-        name = f"{spec.role} {spec.program!r}"
+        parent = await self._parent(spec.program, spec.role)
         lifeline, far_end = socket.socketpair()
         lifeline.setblocking(False)
         with far_end, tempfile.TemporaryFile() as request:
             request.write(pickle.dumps(spec))
             request.seek(0)
             descriptors = [request.fileno(), far_end.fileno()]
-            parent = await self._parent(spec.program, spec.role)
             try:
                 parent.send(descriptors)
-            except OSError:  # it was killed; a new one does as well
-                await self._forget(spec.program, spec.role)
-                (await self._parent(spec.program, spec.role)).send(descriptors)
-        return Process(lifeline, name)
+            except BrokenPipeError:  # it was killed; a new one does as well
+                self._forget(parent)
+                parent = await self._parent(spec.program, spec.role)
+                parent.send(descriptors)
+        return Process(lifeline, f"{spec.role} {spec.program!r}")
 
     async def run(self, spec: ProcessSpec, timeout_s: float) -> Exit:
         """Start and wait; whatever happens, cancellation included, no process is left."""
@@ -122,24 +121,30 @@ class Launcher:
 
     async def close(self) -> None:
         """End the warm parents. Safe to repeat."""
-        for program, role in list(self._parents):
-            await self._forget(program, role)
+        for opening in self._parents.values():
+            opening.cancel()
+            with contextlib.suppress(asyncio.CancelledError, HarnessError):
+                (await opening).close()
+        self._parents.clear()
 
     async def _parent(self, program: Program, role: str, preload: Sequence[str] = ()) -> "_WarmParent":
         key = (program, role) if isinstance(program, str) else ("", "command")
-        if key not in self._parents:
-            opening = _WarmParent.open(*key, preload=preload, import_paths=self._import_paths)
-            self._parents[key] = asyncio.create_task(opening, name=f"warm parent of {role}")
+        opening = self._parents.get(key)
+        if opening is None:
+            parent = _WarmParent.open(*key, preload=preload, import_paths=self._import_paths)
+            opening = self._parents[key] = asyncio.create_task(parent, name=f"warm parent of {role}")
         try:
-            return await asyncio.shield(self._parents[key])
+            return await asyncio.shield(opening)
         except HarnessError:
-            self._parents.pop(key, None)
+            if self._parents.get(key) is opening:
+                del self._parents[key]
             raise
 
-    async def _forget(self, program: Program, role: str) -> None:
-        key = (program, role) if isinstance(program, str) else ("", "command")
-        if task := self._parents.pop(key, None):
-            await (await task).close()
+    def _forget(self, parent: "_WarmParent") -> None:
+        for key, opening in list(self._parents.items()):
+            if opening.done() and opening.result() is parent:
+                del self._parents[key]
+        parent.close()
 
 
 class _WarmParent:
@@ -172,10 +177,11 @@ class _WarmParent:
         try:
             answer = await asyncio.get_running_loop().sock_recv(control, 1 << 16)
         except BaseException:
-            await parent.close()
+            parent.close()
             raise
+        control.setblocking(True)
         if answer != b"\n":
-            await parent.close()
+            parent.close()
             message = answer.decode("utf-8", "replace") or f"the warm parent of {program!r} died; see its output above"
             raise HarnessError(message)
         return parent
@@ -184,11 +190,8 @@ class _WarmParent:
         """Ask for a process."""
         socket.send_fds(self._control, [b"s"], descriptors)
 
-    async def close(self) -> None:
-        """End it, killing it if an import hangs."""
+    def close(self) -> None:
+        """Kill it, also in the middle of an import; it holds nothing that could be lost, and its forks go on."""
         self._control.close()
-        try:
-            await asyncio.to_thread(self._popen.wait, 2)
-        except subprocess.TimeoutExpired:
-            self._popen.send_signal(signal.SIGKILL)
-            await asyncio.to_thread(self._popen.wait)
+        self._popen.kill()
+        self._popen.wait()

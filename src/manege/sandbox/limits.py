@@ -5,27 +5,11 @@ counts them.
 """
 
 import resource
-from dataclasses import dataclass
 
+from manege.sandbox.spec import Limits
 from manege.sandbox.syscalls import is_linux
 
-__all__ = ["Limits", "set_limits"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Bytes and counts. None: unlimited, for programs of the user's own (setup, scorer)."""
-
-    memory_bytes: int | None = None
-    """Address space of a process."""
-    file_bytes: int | None = None
-    """Size of a file."""
-    num_files: int | None = None
-    """Open files of a process."""
-    num_processes: int | None = None
-    """Descendants at once; more end the attempt."""
-    output_bytes: int = 16 << 20
-    """stdout and stderr that are kept, each."""
+__all__ = ["set_limits"]
 
 
 def set_limits(limits: Limits) -> None:

@@ -8,13 +8,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from manege.sandbox.limits import Limits
 from manege.sandbox.policy import Policy
 
-__all__ = ["Exit", "ProcessSpec", "Program"]
+__all__ = ["Exit", "Limits", "ProcessSpec", "Program"]
 
 Program = str | Sequence[str]
 """`module:function`, called in a fork of a warm parent, or a command as a list of arguments."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Bytes and counts. None: unlimited, for programs of the user's own (setup, scorer)."""
+
+    memory_bytes: int | None = None
+    """Address space of a process."""
+    file_bytes: int | None = None
+    """Size of a file."""
+    num_files: int | None = None
+    """Open files of a process."""
+    num_processes: int | None = None
+    """Descendants at once; more end the attempt."""
+    output_bytes: int = 16 << 20
+    """stdout and stderr that are kept, each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +69,6 @@ class Exit:
     """`memory`, `file size` or `processes` if a limit ended it."""
     timed_out: bool = False
     """Whether its time was used up; it was then killed by us."""
-    seconds: float
-    """From its start to the death of its last process."""
     cpu_seconds: float
     """Of the whole tree."""
     num_left: int
@@ -64,3 +77,8 @@ class Exit:
     """What the function returned, as JSON text; a value that JSON lacks as its repr. None: it did not return."""
     error: str | None = field(default=None, repr=False)
     """Why the program could not be started; None: it was."""
+
+    @property
+    def how(self) -> str:
+        """For messages."""
+        return f"exit code {self.code}" if self.signal is None else f"signal {self.signal}"

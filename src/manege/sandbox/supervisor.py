@@ -12,12 +12,11 @@ import resource
 import select
 import signal
 import socket
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 
-from manege.sandbox.limits import Limits
-from manege.sandbox.spec import Exit
+from manege.sandbox.processes import descendants, kill_all, reap
+from manege.sandbox.spec import Exit, Limits
 from manege.sandbox.syscalls import PR_SET_CHILD_SUBREAPER, is_linux, prctl
 
 __all__ = ["send_exit", "supervise"]
@@ -25,7 +24,7 @@ __all__ = ["send_exit", "supervise"]
 _TICK_MS = 200
 """Between looks at what no system call limits: the number of processes and the size of the output."""
 
-_KILLED = Exit(code=None, signal=signal.SIGKILL, seconds=0, cpu_seconds=0, num_left=0)
+_KILLED = Exit(code=None, signal=signal.SIGKILL, cpu_seconds=0, num_left=0)
 """An end by our hand, before the figures are known."""
 
 
@@ -40,7 +39,6 @@ def supervise(start: Callable[[int], None], lifeline: socket.socket, outputs: Se
     if is_linux():
         prctl(PR_SET_CHILD_SUBREAPER, 1)
     wakeup = _wake_on_child_death()
-    began_s = time.monotonic()
     pipe, child_pipe = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -51,17 +49,12 @@ def supervise(start: Callable[[int], None], lifeline: socket.socket, outputs: Se
     error = os.read(pipe, 1 << 16).decode("utf-8", "replace")
     os.close(pipe)
     ended = _watch(pid, lifeline, wakeup, outputs, limits)
-    num_left = _kill_all(pid)
+    num_left = kill_all(pid)
     for output in outputs:
         _cut(output, limits.output_bytes)
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return replace(
-        ended,
-        seconds=time.monotonic() - began_s,
-        cpu_seconds=usage.ru_utime + usage.ru_stime,
-        num_left=num_left,
-        error=error or None,
-    )
+    cpu_seconds = usage.ru_utime + usage.ru_stime
+    return replace(ended, cpu_seconds=cpu_seconds, num_left=num_left, error=error or None)
 
 
 def send_exit(lifeline: socket.socket, ended: Exit) -> None:
@@ -90,14 +83,15 @@ def _watch(pid: int, lifeline: socket.socket, wakeup: int, outputs: Sequence[int
         ready = [descriptor for descriptor, _ in poll.poll(_TICK_MS)]
         if wakeup in ready:
             os.read(wakeup, 1 << 12)
-            status = _reap().get(pid)
-            if status is not None:
-                return _exit_of(status)
+            statuses: dict[int, int] = {}
+            reap(statuses)
+            if pid in statuses:
+                return _exit_of(statuses[pid])
         if lifeline.fileno() in ready:
             return _KILLED
         for output in outputs:
             _cut(output, limits.output_bytes)
-        if limits.num_processes is not None and len(_descendants(os.getpid())) > limits.num_processes:
+        if limits.num_processes is not None and len(descendants()) > limits.num_processes:
             return replace(_KILLED, limit="processes")
 
 
@@ -106,69 +100,8 @@ def _exit_of(status: int) -> Exit:
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:
         return replace(_KILLED, code=code, signal=None)
-    limits = {signal.SIGKILL: "memory", signal.SIGXFSZ: "file size"}
-    return replace(_KILLED, signal=-code, limit=limits.get(signal.Signals(-code)))
-
-
-def _reap() -> dict[int, int]:
-    """Wait status of each child that died."""
-    statuses: dict[int, int] = {}
-    while True:
-        try:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return statuses
-        if pid == 0:
-            return statuses
-        statuses[pid] = status
-
-
-def _kill_all(leader: int) -> int:
-    """Kill until no child is left; returns how many processes that were. Without /proc (macOS): the leader's group."""
-    killed: set[int] = set()
-    _reap()
-    while True:
-        found = _descendants(os.getpid())
-        killed.update(found)
-        for pid in found:
-            _signal(os.kill, pid)
-        if not is_linux():
-            _signal(os.killpg, leader)
-        _reap()
-        try:
-            os.waitpid(-1, os.WNOHANG)
-        except ChildProcessError:
-            return len(killed - {leader})
-        time.sleep(0.001)
-
-
-def _signal(send: Callable[[int, int], None], pid: int) -> None:
-    try:
-        send(pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        pass
-
-
-def _descendants(pid: int) -> list[int]:
-    """All processes below this one."""
-    found: list[int] = []
-    waiting = [pid]
-    while waiting:
-        parent = waiting.pop()
-        try:
-            threads = os.listdir(f"/proc/{parent}/task")
-            lines = [_read(f"/proc/{parent}/task/{thread}/children") for thread in threads]
-        except OSError:
-            continue
-        children = [int(word) for line in lines for word in line.split()]
-        found += children
-        waiting += children
-    return found
-
-
-def _read(path: str) -> str:
-    with open(path, encoding="ascii") as file:
-        return file.read()
+    limits: dict[int, str] = {signal.SIGKILL: "memory", signal.SIGXFSZ: "file size"}
+    return replace(_KILLED, signal=-code, limit=limits.get(-code))
 
 
 def _cut(output: int, limit_bytes: int) -> None:

@@ -62,7 +62,7 @@ def _load(program: str, role: str, preload: Sequence[str]) -> Function | None:
     for name in preload:
         importlib.import_module(name)
     try:
-        function = import_function(program, what=f"{role}.run")
+        function = import_function(program, what=role)
     except HarnessError:
         raise
     except (Exception, SystemExit) as error:  # a module may raise anything while it is imported
@@ -94,6 +94,6 @@ def _supervise(function: Function | None, code: Sequence[str], request: int, lif
             ended = replace(ended, reply=file.readall().decode("utf-8", "replace") or None)
     except OSError as error:
         message = f"{type(error).__name__}: {error}"
-        ended = Exit(code=None, signal=None, seconds=0, cpu_seconds=0, num_left=0, error=message)
+        ended = Exit(code=None, signal=None, cpu_seconds=0, num_left=0, error=message)
     send_exit(lifeline, ended)
     os._exit(0)
