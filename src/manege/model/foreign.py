@@ -42,8 +42,8 @@ class Foreign:
     def __init__(self, module: Any, context_limit: int) -> None:
         config = module.config.get_text_config()
         self.num_layers: int = config.num_hidden_layers
-        self.num_kv_heads: int = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        # Configs lie about these (a key that the architecture ignores); the proof measures them.
+        self.num_kv_heads = self.head_dim = 0
         self.vocab_size: int = config.vocab_size
         self.context_limit = context_limit
         self.module: nn.Module = module
@@ -81,10 +81,11 @@ def load_foreign(folder: ModelFolder, device: str | torch.device, dtype: torch.d
 
 def _refuse_windows(folder: ModelFolder) -> None:
     config: Mapping[str, Any] = folder.config.get("text_config", folder.config)
-    window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
-    kinds = set(config.get("layer_types") or ()) - {"full_attention"}
-    if window or kinds:
-        what = f"layers of type {', '.join(sorted(kinds))}" if kinds else f"a sliding window of {window} tokens"
+    kinds = config.get("layer_types") or ()
+    window = config.get("sliding_window") if config.get("use_sliding_window", not kinds) else None
+    windowed = sorted(set(kinds) - {"full_attention"})
+    if windowed or window:
+        what = f"layers of type {', '.join(windowed)}" if windowed else f"a sliding window of {window} tokens"
         raise ModelError(
             f"{folder.path}: {config.get('model_type')} has {what}; only full attention can be sampled and trained here"
         )
@@ -93,13 +94,11 @@ def _refuse_windows(folder: ModelFolder) -> None:
 def _prove(model: Foreign, folder: ModelFolder) -> None:
     ids_N = torch.arange(8, device=next(model.module.parameters()).device) % model.vocab_size
     module: Any = model.module
-    shape = (8, model.num_kv_heads, model.head_dim)
 
     def attend(layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, scale: float) -> Tensor:
-        if k_NKD.shape != shape or v_NKD.shape != shape:
-            raise ModelError(
-                f"{folder.path}: keys {list(k_NKD.shape)} and values {list(v_NKD.shape)}, not {list(shape)}"
-            )
+        if k_NKD.shape != v_NKD.shape:
+            raise ModelError(f"{folder.path}: keys of shape {list(k_NKD.shape)} but values of {list(v_NKD.shape)}")
+        _, model.num_kv_heads, model.head_dim = k_NKD.shape
         return causal_attend([8])(layer, q_NHD, k_NKD, v_NKD, scale)
 
     with torch.inference_mode():

@@ -44,11 +44,11 @@ class _Attention(nn.Module):
         self.q_norm = _Norm(self.head_dim, config["rms_norm_eps"]) if normed else nn.Identity()
         self.k_norm = _Norm(self.head_dim, config["rms_norm_eps"]) if normed else nn.Identity()
 
-    def forward(self, x_NE: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def forward(self, x_NE: Tensor, cos_N1D: Tensor, sin_N1D: Tensor, attend: Attend) -> Tensor:
         q_NHD = self.q_norm(self.q_proj(x_NE).unflatten(-1, (-1, self.head_dim)))
         k_NKD = self.k_norm(self.k_proj(x_NE).unflatten(-1, (-1, self.head_dim)))
         v_NKD = self.v_proj(x_NE).unflatten(-1, (-1, self.head_dim))
-        q_NHD, k_NKD = _rotate(q_NHD, cos, sin), _rotate(k_NKD, cos, sin)
+        q_NHD, k_NKD = _rotate(q_NHD, cos_N1D, sin_N1D), _rotate(k_NKD, cos_N1D, sin_N1D)
         return self.o_proj(attend(self.layer, q_NHD, k_NKD, v_NKD, self.head_dim**-0.5).flatten(-2))
 
 
@@ -72,8 +72,8 @@ class _Block(nn.Module):
         self.input_layernorm = _Norm(config["hidden_size"], config["rms_norm_eps"])
         self.post_attention_layernorm = _Norm(config["hidden_size"], config["rms_norm_eps"])
 
-    def forward(self, x_NE: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        x_NE = x_NE + self.self_attn(self.input_layernorm(x_NE), cos, sin, attend)
+    def forward(self, x_NE: Tensor, cos_N1D: Tensor, sin_N1D: Tensor, attend: Attend) -> Tensor:
+        x_NE = x_NE + self.self_attn(self.input_layernorm(x_NE), cos_N1D, sin_N1D, attend)
         return x_NE + self.mlp(self.post_attention_layernorm(x_NE))
 
 
@@ -113,9 +113,10 @@ class Llama:
         x_NE = decoder.embed_tokens(ids_N)
         self._frequencies_D = self._frequencies_D.to(ids_N.device)
         angles = (positions_N[:, None].float() * self._frequencies_D)[:, None, :]
-        cos, sin = angles.cos().to(x_NE.dtype), angles.sin().to(x_NE.dtype)
+        cos_N1D = torch.cat([angles.cos(), angles.cos()], dim=-1).to(x_NE.dtype)
+        sin_N1D = torch.cat([-angles.sin(), angles.sin()], dim=-1).to(x_NE.dtype)
         for block in decoder.layers:
-            x_NE = block(x_NE, cos, sin, attend)
+            x_NE = block(x_NE, cos_N1D, sin_N1D, attend)
         return decoder.norm(x_NE)
 
     def logits(self, hidden_NE: Tensor) -> Tensor:
@@ -165,6 +166,6 @@ def _frequencies(config: Mapping[str, Any]) -> Tensor:
     return (1 - smooth_D) * frequencies_D / factor + smooth_D * frequencies_D
 
 
-def _rotate(x_NHD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    left, right = x_NHD.chunk(2, dim=-1)
-    return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
+def _rotate(x_NHD: Tensor, cos_N1D: Tensor, sin_N1D: Tensor) -> Tensor:
+    """(left, right) -> (left cos - right sin, right cos + left sin); the minus is in `sin` already."""
+    return torch.addcmul(x_NHD * cos_N1D, x_NHD.roll(x_NHD.shape[-1] // 2, dims=-1), sin_N1D)
