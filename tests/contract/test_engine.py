@@ -1,0 +1,158 @@
+"""What every Engine must do. A row of ENGINES is an async context manager that yields one."""
+
+import asyncio
+from contextlib import aclosing, asynccontextmanager
+
+import pytest
+import torch
+
+from manege.config import EngineConfig
+from manege.engine.base import Sampling, Weights, collect
+from manege.engine.local import LocalEngine
+from manege.engine.scripted import ScriptedEngine, hashed_reply
+from manege.errors import ContextOverflowError, EngineError
+from manege.model.folder import open_folder
+from manege.model.load import load_model
+from manege.types import FinishReason, PolicyVersion
+from tests.conftest import TINY_MODEL
+
+pytestmark = pytest.mark.anyio
+
+FOLDER = open_folder(str(TINY_MODEL))
+PROMPT = FOLDER.tokenizer.encode("abc").ids
+UNLIMITED = Sampling(max_new_tokens=10_000)
+
+
+@asynccontextmanager
+async def local():
+    torch.set_num_threads(1)
+    engine = LocalEngine(load_model(FOLDER), FOLDER, config=EngineConfig(cache_tokens=4096, threads=1), seed=0)
+    yield engine
+    await engine.close()
+
+
+@asynccontextmanager
+async def scripted():
+    reply = hashed_reply(num_tokens=10_000, first_id=97, last_id=122)
+    engine = ScriptedEngine(reply, decode=FOLDER.tokenizer.decode, context_limit=256, token_delay_s=0.001)
+    yield engine
+    await engine.close()
+
+
+ENGINES = {"local": local, "scripted": scripted}
+
+
+@pytest.fixture(params=ENGINES.values(), ids=ENGINES.keys())
+async def engine(request):
+    async with request.param() as made:
+        yield made
+
+
+async def until_idle(engine):
+    while (await engine.info()).num_running:
+        await asyncio.sleep(0.01)
+
+
+async def test_an_answer_is_ids_with_logprobs_and_ends_with_one_finish_reason(engine):
+    chunks = [chunk async for chunk in engine.generate(PROMPT, Sampling(max_new_tokens=9))]
+    assert sum(len(chunk.ids) for chunk in chunks) == 9
+    assert all(len(chunk.ids) == len(chunk.logprobs) for chunk in chunks)
+    assert all(logprob <= 0 for chunk in chunks for logprob in chunk.logprobs)
+    assert [chunk.finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + [FinishReason.LENGTH]
+    assert all(chunk.num_cached == 0 for chunk in chunks[1:])
+
+
+async def test_a_stop_id_ends_the_answer_and_is_part_of_it(engine):
+    sampling = Sampling(temperature=0, max_new_tokens=20)
+    free = (await collect(engine.generate(PROMPT, sampling))).ids_R.tolist()
+    stop = free[3]
+    sampling = Sampling(temperature=0, max_new_tokens=20, stop_ids=frozenset({stop}))
+    answer = await collect(engine.generate(PROMPT, sampling))
+    assert answer.ids_R.tolist() == free[: free.index(stop) + 1]
+    assert answer.finish_reason is FinishReason.STOP
+
+
+async def test_a_stop_string_ends_the_answer_with_the_token_that_completes_it(engine):
+    free = (await collect(engine.generate(PROMPT, Sampling(temperature=0, max_new_tokens=20)))).ids_R.tolist()
+    stop = FOLDER.tokenizer.decode(free[2:4])
+    sampling = Sampling(temperature=0, max_new_tokens=20, stop_strings=[stop])
+    answer = await collect(engine.generate(PROMPT, sampling))
+    assert answer.finish_reason is FinishReason.STOP
+    assert answer.ids_R.tolist() == free[: len(answer.ids_R)]
+    assert stop in FOLDER.tokenizer.decode(answer.ids_R.tolist())
+    assert stop not in FOLDER.tokenizer.decode(answer.ids_R.tolist()[:-1])
+
+
+async def test_a_prompt_that_fills_the_context_is_refused_with_the_numbers(engine):
+    limit = (await engine.info()).context_limit
+    with pytest.raises(ContextOverflowError, match=rf"{limit} tokens.*{limit}"):
+        await collect(engine.generate([97] * limit, UNLIMITED))
+    answer = await collect(engine.generate([97] * (limit - 1), UNLIMITED))
+    assert (len(answer.ids_R), answer.finish_reason) == (1, FinishReason.LENGTH)
+
+
+async def test_the_same_seed_gives_the_same_answer_beside_others(engine):
+    sampling = Sampling(max_new_tokens=12, seed=7)
+    alone = await collect(engine.generate(PROMPT, sampling))
+    others = [engine.generate([97 + i, 98], Sampling(max_new_tokens=15)) for i in range(5)]
+    answer, *_ = await asyncio.gather(*(collect(chunks) for chunks in [engine.generate(PROMPT, sampling), *others]))
+    assert answer.ids_R.tolist() == alone.ids_R.tolist()
+
+
+async def test_closing_the_iterator_ends_the_generation(engine):
+    async with aclosing(engine.generate(PROMPT, UNLIMITED)) as chunks:
+        await anext(chunks)
+        assert (await engine.info()).num_running == 1
+    await asyncio.wait_for(until_idle(engine), 2)
+    sampled = (await engine.info()).stats["sampled"]
+    await asyncio.sleep(0.1)
+    assert (await engine.info()).stats["sampled"] == sampled
+
+
+async def test_cancelling_the_reader_ends_the_generation(engine):
+    reader = asyncio.create_task(collect(engine.generate(PROMPT, UNLIMITED)))
+    await asyncio.sleep(0.05)
+    reader.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reader
+    await asyncio.wait_for(until_idle(engine), 2)
+
+
+async def test_pause_holds_an_answer_in_its_place_and_load_marks_what_follows(engine):
+    async with aclosing(engine.generate(PROMPT, Sampling(max_new_tokens=60))) as chunks:
+        seen = [await anext(chunks)]
+        await engine.pause()
+        assert (await engine.info()).paused
+        sampled = (await engine.info()).stats["sampled"]
+        await asyncio.sleep(0.1)
+        assert (await engine.info()).stats["sampled"] == sampled
+        await engine.load(Weights(kind="shared"), PolicyVersion(5))
+        await engine.resume()
+        await engine.resume()
+        seen += [chunk async for chunk in chunks]
+    assert sum(len(chunk.ids) for chunk in seen) == 60
+    versions = [chunk.version for chunk in seen]
+    assert versions == sorted(versions)
+    assert {versions[0], versions[-1]} == {0, 5}
+    assert (await engine.info()).version == 5
+
+
+async def test_a_request_that_arrives_during_a_pause_waits(engine):
+    await engine.pause()
+    reader = asyncio.create_task(collect(engine.generate(PROMPT, Sampling(max_new_tokens=3))))
+    await asyncio.sleep(0.1)
+    assert not reader.done()
+    await engine.resume()
+    assert len((await reader).ids_R) == 3
+
+
+async def test_a_closed_engine_says_so_to_those_who_wait_and_to_those_who_come(engine):
+    reader = asyncio.create_task(collect(engine.generate(PROMPT, UNLIMITED)))
+    await asyncio.sleep(0.02)
+    await engine.pause()
+    await engine.close()
+    await engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        await asyncio.wait_for(reader, 2)
+    with pytest.raises(EngineError, match="closed"):
+        await collect(engine.generate(PROMPT, UNLIMITED))
