@@ -146,8 +146,9 @@ async def test_engine_that_fails_behind_its_server(app, direct):
         {"finish_reason": "stop", "text": "Hi"},
         {"finish_reason": "stop", "token_ids": [1, 2], "logprobs": {"content": [{"logprob": -1.0}]}},
         {"finish_reason": "stop", "token_ids": [1, 2], "logprobs": None},
+        {"finish_reason": "stop", "token_ids": [1], "logprobs": {"content": [{"logprob": -9999.0}]}},
     ],
-    ids=["no ids", "too few log-probabilities", "no log-probabilities"],
+    ids=["no ids", "too few log-probabilities", "no log-probabilities", "unknown log-probability"],
 )
 async def test_answer_without_its_ids_or_logprobs_is_an_error(choice):
     async def models(request):
@@ -165,7 +166,7 @@ async def test_answer_without_its_ids_or_logprobs_is_an_error(choice):
         Route("/inference/v1/generate", generate, methods=["POST"]),
     ]
     async with upstream_of(Starlette(routes=routes)) as engine:
-        with pytest.raises(EngineError, match="both must be there"):
+        with pytest.raises(EngineError, match="log-probabilit"):
             await collect(engine.generate(PROMPT, Sampling(max_new_tokens=1)))
 
 

@@ -1,10 +1,10 @@
 """Client of an engine that speaks vLLM's token wire: vLLM itself, or `engine.server`.
 
-An answer is asked for whole and comes as one chunk per policy version. `POST /inference/v1/generate` is preferred; a
-server without it (vLLM needs `--enable-scale-out`) is asked by `/v1/completions` with token ids. Closing the iterator
-closes the connection, and the server then stops sampling. vLLM must run with `--logprobs-mode processed_logprobs`, or
-its log-probabilities are not those of softmax(logits / temperature), and with `VLLM_SERVER_DEV_MODE=1`, or its weights
-cannot change.
+An answer is asked for whole and comes as one chunk per policy version, since vLLM's streams carry no versions.
+`POST /inference/v1/generate` is preferred; a server without it (vLLM needs `--enable-scale-out`) is asked by
+`/v1/completions` with token ids. Cancelling the reader closes the connection, and the server then stops sampling. vLLM
+must run with `--logprobs-mode processed_logprobs`, or its log-probabilities are not those of softmax(logits /
+temperature), and with `VLLM_SERVER_DEV_MODE=1`, or its weights cannot change.
 """
 
 from collections.abc import AsyncIterator, Sequence
@@ -22,6 +22,8 @@ __all__ = ["UpstreamEngine"]
 
 _log = get_logger("engine")
 
+_UNKNOWN_LOGPROB = -9999.0
+"""What vLLM writes for a log-probability that it does not have."""
 _CONNECT_S = 10.0
 """An engine on the same network that does not answer a connection for so long is down."""
 
@@ -38,6 +40,7 @@ class UpstreamEngine:
         self._version = PolicyVersion(0)
         self._has_generate = True
         self._num_running = 0
+        self._closed = False
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> AsyncIterator[Chunk]:
         if self._model is None:
@@ -84,6 +87,7 @@ class UpstreamEngine:
         )
 
     async def close(self) -> None:
+        self._closed = True
         if self._session is not None:
             await self._session.close()
 
@@ -110,21 +114,21 @@ class UpstreamEngine:
         return _checked(status, reply, self._url + path)
 
     async def _send(self, method: str, path: str, body: JsonObject | None = None) -> tuple[int, bytes]:
+        if self._closed:
+            raise EngineError(f"the client of the engine at {self._url} is closed; make a new one")
         if self._session is None:
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
             # The gateway bounds its calls; a second limit here would only hide them.
             connector = aiohttp.TCPConnector(limit=0)
             self._session = aiohttp.ClientSession(connector=connector, timeout=timeout)
+        data = None if body is None else orjson.dumps(body)
+        headers = {"content-type": "application/json"}
         try:
-            async with self._session.request(
-                method,
-                self._url + path,
-                data=None if body is None else orjson.dumps(body),
-                headers={"content-type": "application/json"},
-            ) as response:
+            async with self._session.request(method, self._url + path, data=data, headers=headers) as response:
                 return response.status, await response.read()
-        except (TimeoutError, aiohttp.ClientError, RuntimeError) as error:
-            raise EngineError(f"the engine at {self._url} cannot be reached: {error!r}; is it running?") from error
+        except (TimeoutError, aiohttp.ClientError) as error:
+            reason = "its client was closed" if self._closed else "is it running?"
+            raise EngineError(f"the engine at {self._url} cannot be reached: {error!r}; {reason}") from error
 
 
 def _checked(status: int, reply: bytes, url: str) -> Any:
@@ -158,6 +162,8 @@ def _chunks(body: JsonObject, version: PolicyVersion) -> list[Chunk]:
             f"the engine answered {None if ids is None else len(ids)} token ids and "
             f"{None if logprobs is None else len(logprobs)} log-probabilities; both must be there, one for one"
         )
+    if any(logprob is None or logprob <= _UNKNOWN_LOGPROB for logprob in logprobs):
+        raise EngineError("the engine does not know the log-probability of a token that it sampled")
     finish = FinishReason(choice["finish_reason"])
     details = (body.get("usage") or {}).get("prompt_tokens_details") or {}
     spans = choice.get("weight_versions") or [{"version": None, "start": 0, "end": len(ids)}]
