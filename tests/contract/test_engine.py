@@ -10,7 +10,10 @@ from manege.config import EngineConfig
 from manege.engine.base import Sampling, Weights, collect
 from manege.engine.local import LocalEngine
 from manege.engine.scripted import ScriptedEngine, hashed_reply
+from manege.engine.server import engine_app
+from manege.engine.upstream import UpstreamEngine
 from manege.errors import ContextOverflowError, EngineError
+from manege.gateway.server import Server
 from manege.model.folder import open_folder
 from manege.model.load import load_model
 from manege.types import FinishReason, PolicyVersion
@@ -39,11 +42,29 @@ async def scripted():
     await engine.close()
 
 
-ENGINES = {"local": local, "scripted": scripted}
+@asynccontextmanager
+async def upstream():
+    """The scripted engine behind the server and the client of the token wire."""
+    async with scripted() as behind:
+        app = engine_app(behind, encode=lambda text: FOLDER.tokenizer.encode(text).ids, decode=FOLDER.tokenizer.decode)
+        async with Server(app) as server:
+            engine = UpstreamEngine(server.url)
+            yield engine
+            await engine.close()
+
+
+ENGINES = {"local": local, "scripted": scripted, "upstream": upstream}
 
 
 @pytest.fixture(params=ENGINES.values(), ids=ENGINES.keys())
 async def engine(request):
+    async with request.param() as made:
+        yield made
+
+
+@pytest.fixture(params=[local, scripted], ids=["local", "scripted"])
+async def streaming_engine(request):
+    """Engines that give tokens as they are sampled; for whole answers see tests/system/test_inference_upstream.py."""
     async with request.param() as made:
         yield made
 
@@ -99,7 +120,8 @@ async def test_the_same_seed_gives_the_same_answer_beside_others(engine):
     assert answer.ids_R.tolist() == alone.ids_R.tolist()
 
 
-async def test_closing_the_iterator_ends_the_generation(engine):
+async def test_closing_the_iterator_ends_the_generation(streaming_engine):
+    engine = streaming_engine
     async with aclosing(engine.generate(PROMPT, UNLIMITED)) as chunks:
         await anext(chunks)
         assert (await engine.info()).num_running == 1
@@ -118,7 +140,8 @@ async def test_cancelling_the_reader_ends_the_generation(engine):
     await asyncio.wait_for(until_idle(engine), 2)
 
 
-async def test_pause_holds_an_answer_in_its_place_and_load_marks_what_follows(engine):
+async def test_pause_holds_an_answer_in_its_place_and_load_marks_what_follows(streaming_engine):
+    engine = streaming_engine
     async with aclosing(engine.generate(PROMPT, Sampling(max_new_tokens=60))) as chunks:
         seen = [await anext(chunks)]
         await engine.pause()

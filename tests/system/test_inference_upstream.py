@@ -1,12 +1,11 @@
 """The client and the server of the token wire, over a real socket."""
 
 import asyncio
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 
 import anyio
 import httpx
 import pytest
-import uvicorn
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
@@ -16,6 +15,7 @@ from manege.engine.scripted import ScriptedEngine, hashed_reply
 from manege.engine.server import engine_app
 from manege.engine.upstream import UpstreamEngine
 from manege.errors import ContextOverflowError, EngineError
+from manege.gateway.server import Server
 from manege.types import FinishReason, PolicyVersion
 
 pytestmark = pytest.mark.anyio
@@ -24,24 +24,9 @@ PROMPT = [5, 6, 7]
 
 
 @asynccontextmanager
-async def serving(app):
-    """The application on a socket; gives its URL."""
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, lifespan="off"))
-    server.capture_signals = nullcontext  # signals stay with pytest
-    task = asyncio.create_task(server.serve())
-    while not server.started:
-        await asyncio.sleep(0.01)
-    try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        await task
-
-
-@asynccontextmanager
 async def upstream_of(app):
-    async with serving(app) as url:
-        engine = UpstreamEngine(url)
+    async with Server(app) as server:
+        engine = UpstreamEngine(server.url)
         try:
             yield engine
         finally:
@@ -183,14 +168,14 @@ async def test_answer_without_its_ids_or_logprobs_is_an_error(choice):
     ],
 )
 async def test_server_refuses_nonsense_clearly(app, path, body, message):
-    async with serving(app) as url, httpx.AsyncClient(base_url=url, trust_env=False) as http:
+    async with Server(app) as server, httpx.AsyncClient(base_url=server.url, trust_env=False) as http:
         response = await http.post(path, content=body)
     assert response.status_code == 400
     assert message in response.json()["error"]["message"]
 
 
 async def test_text_prompt_is_served_too(app):
-    async with serving(app) as url, httpx.AsyncClient(base_url=url, trust_env=False) as http:
+    async with Server(app) as server, httpx.AsyncClient(base_url=server.url, trust_env=False) as http:
         response = await http.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 2})
     choice = response.json()["choices"][0]
     assert choice["prompt_token_ids"] == [72, 105]

@@ -7,6 +7,7 @@ must run with `--logprobs-mode processed_logprobs`, or its log-probabilities are
 temperature), and with `VLLM_SERVER_DEV_MODE=1`, or its weights cannot change.
 """
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -40,6 +41,7 @@ class UpstreamEngine:
         self._version = PolicyVersion(0)
         self._has_generate = True
         self._num_running = 0
+        self._requests: set[asyncio.Task[tuple[int, bytes]]] = set()
         self._closed = False
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> AsyncIterator[Chunk]:
@@ -88,6 +90,9 @@ class UpstreamEngine:
 
     async def close(self) -> None:
         self._closed = True
+        # A closed session would leave them waiting for ever.
+        for request in self._requests:
+            request.cancel()
         if self._session is not None:
             await self._session.close()
 
@@ -116,6 +121,18 @@ class UpstreamEngine:
     async def _send(self, method: str, path: str, body: JsonObject | None = None) -> tuple[int, bytes]:
         if self._closed:
             raise EngineError(f"the client of the engine at {self._url} is closed; make a new one")
+        request = asyncio.create_task(self._exchange(method, path, body), name="engine-request")
+        self._requests.add(request)
+        try:
+            return await request
+        except asyncio.CancelledError:
+            if self._closed:
+                raise EngineError(f"the client of the engine at {self._url} was closed during a request") from None
+            raise
+        finally:
+            self._requests.discard(request)
+
+    async def _exchange(self, method: str, path: str, body: JsonObject | None) -> tuple[int, bytes]:
         if self._session is None:
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
             # The gateway bounds its calls; a second limit here would only hide them.
@@ -127,8 +144,7 @@ class UpstreamEngine:
             async with self._session.request(method, self._url + path, data=data, headers=headers) as response:
                 return response.status, await response.read()
         except (TimeoutError, aiohttp.ClientError) as error:
-            reason = "its client was closed" if self._closed else "is it running?"
-            raise EngineError(f"the engine at {self._url} cannot be reached: {error!r}; {reason}") from error
+            raise EngineError(f"the engine at {self._url} cannot be reached: {error!r}; is it running?") from error
 
 
 def _checked(status: int, reply: bytes, url: str) -> Any:
