@@ -24,7 +24,7 @@ from manege.types import IntArray
 __all__ = ["KvCache", "Row"]
 
 _FIRST_CAPACITY = 256
-_WORTH_WAITING = 32
+_WORTH_WAITING = 8
 """Tokens that a row must promise beyond what is computed before a sequence waits for them."""
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from manege.engine.base import Sampling
+from manege.errors import EngineError
 
 __all__ = ["choose_tokens"]
 
@@ -20,11 +21,13 @@ __all__ = ["choose_tokens"]
 def choose_tokens(
     logits_SV: Tensor, samplings: Sequence[Sampling], uniforms: Sequence[float]
 ) -> tuple[list[int], list[float]]:
-    """Token ids and log-probabilities; `uniforms` are in [0, 1)."""
+    """Token ids and log-probabilities; `uniforms` are in [0, 1). Raises EngineError for logits that are not finite."""
     temperatures = [sampling.temperature or 1.0 for sampling in samplings]
     if any(temperature != 1.0 for temperature in temperatures):
         logits_SV = logits_SV / torch.tensor(temperatures, device=logits_SV.device)[:, None]
     total_S1 = logits_SV.logsumexp(-1, keepdim=True)
+    if not total_S1.isfinite().all():
+        raise EngineError("the model computed logits that are not finite; its weights have diverged")
     greedy_S = [sampling.temperature == 0 for sampling in samplings]
     if all(greedy_S):
         ids_S1 = logits_SV.argmax(-1, keepdim=True)
@@ -34,10 +37,11 @@ def choose_tokens(
             if sampling.top_k or sampling.top_p < 1.0:
                 _truncate(probabilities_SV[index], sampling)
         cumulative_SV = probabilities_SV.cumsum(-1)
-        uniforms_S1 = torch.tensor(uniforms, device=logits_SV.device)[:, None]
-        # right=True: the first token whose cumulative probability exceeds the number, so never one of probability 0.
-        ids_S1 = torch.searchsorted(cumulative_SV, uniforms_S1 * cumulative_SV[:, -1:], right=True)
-        ids_S1 = ids_S1.clamp_(max=logits_SV.shape[1] - 1)
+        end_S1 = cumulative_SV[:, -1:]
+        targets_S1 = torch.tensor(uniforms, device=logits_SV.device)[:, None] * end_S1
+        # As float32 the number may round up to 1; below the end, and with right=True, no token of probability 0 is hit.
+        targets_S1 = targets_S1.minimum(end_S1.nextafter(torch.zeros_like(end_S1)))
+        ids_S1 = torch.searchsorted(cumulative_SV, targets_S1, right=True)
         if any(greedy_S):
             greedy = torch.tensor(greedy_S, device=logits_SV.device)[:, None]
             ids_S1 = torch.where(greedy, logits_SV.argmax(-1, keepdim=True), ids_S1)

@@ -98,6 +98,7 @@ class Llama:
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         assert can_compute(config)
+        self.config = config
         self.num_layers: int = config["num_hidden_layers"]
         _, _, self.num_kv_heads, self.head_dim = _sizes(config)
         self.vocab_size: int = config["vocab_size"]
