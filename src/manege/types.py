@@ -211,7 +211,7 @@ class Call:
     def __post_init__(self) -> None:
         if len(self.response_ids_R) != len(self.logprobs_R):
             raise ValueError(
-                f"call {self.id}: {len(self.response_ids_R)} sampled tokens but {len(self.logprobs_R)} log-probabilities"
+                f"call {self.id}: {len(self.response_ids_R)} sampled tokens, {len(self.logprobs_R)} log-probabilities"
             )
 
 

@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 2
     modules = _modules()
-    arguments = make_parser().parse_args(argv)
+    arguments = _parse(argv)
     logs.setup(verbose=arguments.verbose)
     try:
         return _run(modules[arguments.verb].execute(arguments))
@@ -46,6 +46,19 @@ def main(argv: list[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    """Overrides may stand before or after options, which argparse alone does not allow."""
+    parser = make_parser()
+    arguments, rest = parser.parse_known_args(argv)
+    overrides = [word for word in rest if "=" in word and not word.startswith("-")]
+    unknown = [word for word in rest if word not in overrides]
+    if unknown or (overrides and not hasattr(arguments, "overrides")):
+        parser.error(f"unrecognized arguments: {' '.join(unknown or overrides)}")
+    if overrides:
+        arguments.overrides = [*arguments.overrides, *overrides]
+    return arguments
 
 
 def make_parser() -> argparse.ArgumentParser:

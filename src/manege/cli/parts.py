@@ -4,7 +4,7 @@ import asyncio
 import fcntl
 import socket
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import IO
 
 from manege.client import Client
 from manege.config import EngineConfig, GatewayConfig, ModelConfig, RunConfig
+from manege.controller.environment import fill
 from manege.controller.loop import Controller
 from manege.engine.base import Engine
 from manege.engine.threads import calm_threads
@@ -21,11 +22,11 @@ from manege.gateway.auth import operator_key
 from manege.gateway.server import GatewayServer
 from manege.logs import get_logger, kv
 from manege.model.folder import ModelFolder, open_folder
-from manege.programs import check_program
 from manege.rendering.select import renderer_for
 from manege.sandbox.probe import probe, require
 from manege.store.sql import SqlStore
 from manege.trainer.engines.base import TrainEngine
+from manege.types import Task
 
 __all__ = [
     "FolderLock",
@@ -77,13 +78,11 @@ class Parts:
     train_engine: TrainEngine | None
 
 
-def check_agents(config: RunConfig) -> None:
-    """Refuse programs that cannot be started and machines that cannot isolate agents, before anything runs."""
+def check_agents(config: RunConfig, tasks: Sequence[Task]) -> None:
+    """Refuse an environment that the tasks do not fill, and machines that cannot isolate agents."""
     require(config.sandbox, probe())
-    check_program(config.agent.run, what="agent.run")
-    check_program(config.scorer.run, what="scorer.run")
-    if config.agent.setup is not None:
-        check_program(config.agent.setup, what="agent.setup")
+    for name, template in config.agent.env.items():
+        fill(template, tasks[0].input, name=name)
 
 
 @asynccontextmanager
@@ -195,6 +194,7 @@ async def controlling(client: Client, config: RunConfig) -> AsyncIterator[None]:
         sandbox=config.sandbox,
     )
     try:
+        await controller.prepare(config)
         async with asyncio.TaskGroup() as group:
             task = group.create_task(controller.run(), name="controller")
             yield

@@ -4,17 +4,21 @@ import argparse
 import asyncio
 import json
 import time
-from contextlib import AsyncExitStack
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from manege.cli.arguments import add_gateway_arguments, add_run_arguments, connect, read_run
 from manege.cli.parts import FolderLock, Parts, check_agents, serving, train_engine_alone
 from manege.cli.view import TrainView, summary
+from manege.client import Client
 from manege.config import RunConfig
 from manege.errors import ConfigError
 from manege.trainer.loop import Trainer
+from manege.trainer.tasks import load_train_and_heldout
 
 EXAMPLES = """examples:
   manege train src/manege/recipes/finder/run.toml
@@ -38,7 +42,8 @@ async def execute(arguments: argparse.Namespace) -> int:
     console = Console()
     with FolderLock(folder):
         _check_folder(folder, resume=arguments.resume)
-        check_agents(config)
+        train_tasks, heldout_tasks = load_train_and_heldout(config.tasks, seed=config.seed)
+        check_agents(config, train_tasks)
         (folder / "config.json").write_text(json.dumps(config.model_dump(mode="json"), indent=1))
         console.print(f"manege train {config.name}: run folder {folder}", highlight=False)
         try:
@@ -46,7 +51,18 @@ async def execute(arguments: argparse.Namespace) -> int:
                 view = stack.enter_context(TrainView(config, console))
                 view.on_phase("loading the model")
                 parts = await stack.enter_async_context(_parts(arguments, config))
-                rows = await _train(parts, config, view, resume=arguments.resume)
+                assert parts.train_engine is not None
+                trainer = Trainer(
+                    config,
+                    parts.client,
+                    parts.train_engine,
+                    view,
+                    train_tasks=train_tasks,
+                    heldout_tasks=heldout_tasks,
+                    clock=time.time,
+                    resume=arguments.resume,
+                )
+                rows = await _train(trainer, parts.client, view)
         except asyncio.CancelledError:
             console.print(f"\nstopped; go on with: manege train {arguments.run_file} folder={folder} --resume")
             raise
@@ -55,18 +71,16 @@ async def execute(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _parts(arguments: argparse.Namespace, config: RunConfig):  # noqa: ANN202 - one of two context managers
+def _parts(arguments: argparse.Namespace, config: RunConfig) -> AbstractAsyncContextManager[Parts]:
     if arguments.gateway:
         return train_engine_alone(config, connect(arguments))
     return serving(config, train=True)
 
 
-async def _train(parts: Parts, config: RunConfig, view: TrainView, *, resume: bool) -> list:
-    assert parts.train_engine is not None
-    trainer = Trainer(config, parts.client, parts.train_engine, view, clock=time.time, resume=resume)
-    poll = asyncio.create_task(view.poll(parts.client), name="view")
+async def _train(trainer: Trainer, client: Client, view: TrainView) -> Sequence[Mapping[str, Any]]:
+    poll = asyncio.create_task(view.poll(client), name="view")
     try:
-        return list(await trainer.run())
+        return await trainer.run()
     finally:
         poll.cancel()
 

@@ -65,7 +65,7 @@ class Generation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """Where new weights are: `shared` in the memory of this process (changed in place), or a `folder` of safetensors."""
+    """Where new weights are: `shared` in this process's memory (changed in place), or a `folder` of safetensors."""
 
     kind: str
     folder: str | None = None

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 
 from manege.client import Client
 from manege.config import RunConfig
-from manege.errors import TrainerError
 from manege.logs import get_logger, kv
 from manege.trainer.batch import Batch, build_batch, diagnose
 from manege.trainer.checkpoint import TrainerState, latest_checkpoint, load_checkpoint, save_checkpoint
@@ -26,8 +25,8 @@ from manege.trainer.metrics import MetricsFile, read_metrics
 from manege.trainer.objective import Objective
 from manege.trainer.plot import plot_curve
 from manege.trainer.schedule import Schedule, SyncSchedule
-from manege.trainer.tasks import load_tasks, task_order
-from manege.types import PolicyVersion, RunId
+from manege.trainer.tasks import task_order
+from manege.types import PolicyVersion, RunId, Task
 
 __all__ = ["Observer", "Trainer"]
 
@@ -76,6 +75,8 @@ class Trainer:
         engine: TrainEngine,
         observer: Observer,
         *,
+        train_tasks: Sequence[Task],
+        heldout_tasks: Sequence[Task],
         clock: Callable[[], float],
         resume: bool = False,
     ) -> None:
@@ -84,9 +85,7 @@ class Trainer:
         self._paths = _Paths(config.run_folder)
         self._run = RunId(config.name)
         self._metrics = MetricsFile(self._paths.metrics)
-        self._train_tasks = load_tasks(config.tasks, "train", seed=config.seed)
-        self._heldout_tasks = load_tasks(config.tasks, "heldout", seed=config.seed)
-        _check_disjoint(self._train_tasks, self._heldout_tasks)
+        self._train_tasks, self._heldout_tasks = train_tasks, heldout_tasks
         self._version = PolicyVersion(0)
         self._state = TrainerState(step=0, tasks_taken=0, cursor=0, train_s=0.0, successes=[])
 
@@ -211,7 +210,7 @@ class Trainer:
             if temperature not in done:
                 await self._evaluate(feed, temperature, self._heldout_tasks)
 
-    async def _evaluate(self, feed: GroupFeed, temperature: float, tasks: Sequence[Any]) -> None:
+    async def _evaluate(self, feed: GroupFeed, temperature: float, tasks: Sequence[Task]) -> None:
         name = "greedy" if temperature == 0 else f"at temperature {temperature:g}"
         self._observer.on_phase(f"evaluating {len(tasks)} held-out tasks, {name}")
         result = await evaluate(feed, tasks, temperature=temperature, success_reward=self._config.scorer.success_reward)
@@ -261,9 +260,3 @@ class Trainer:
         while (page := await self._client.terminal(run=self._run, after=cursor)).rollouts:
             cursor = page.cursor
         return cursor
-
-
-def _check_disjoint(train: Sequence[Any], heldout: Sequence[Any]) -> None:
-    both = {task.id for task in train} & {task.id for task in heldout}
-    if both:
-        raise TrainerError(f"{len(both)} tasks are both in train and held-out, for example {sorted(both)[0]!r}")

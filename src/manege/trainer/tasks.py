@@ -15,7 +15,16 @@ from manege.errors import ConfigError
 from manege.programs import import_function
 from manege.types import Task
 
-__all__ = ["load_tasks", "task_order"]
+__all__ = ["load_tasks", "load_train_and_heldout", "task_order"]
+
+
+def load_train_and_heldout(config: TasksConfig, *, seed: int) -> tuple[Sequence[Task], Sequence[Task]]:
+    """Both splits. Raises ConfigError when a task is in both."""
+    train, heldout = (load_tasks(config, split, seed=seed) for split in ("train", "heldout"))
+    both = {task.id for task in train} & {task.id for task in heldout}
+    if both:
+        raise ConfigError(f"{len(both)} tasks are both in train and held-out, for example {min(both)!r}")
+    return train, heldout
 
 
 def load_tasks(config: TasksConfig, split: str, *, seed: int) -> Sequence[Task]:
