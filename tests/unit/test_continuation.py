@@ -1,7 +1,9 @@
 """Recognising served conversations, with the real SmolLM2 template and ids sampled by nobody's tokenizer."""
 
 import copy
+import dataclasses
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,6 +32,13 @@ BASH = {"type": "function", "function": {"name": "bash", "parameters": {"type": 
 @pytest.fixture(scope="module")
 def renderer():
     return renderer_for(open_folder("smollm2"))
+
+
+@pytest.fixture(scope="module")
+def qwen3():
+    folder = open_folder("smollm2")
+    template = (Path(__file__).parent / "templates" / "qwen3.jinja").read_text(encoding="utf-8")
+    return renderer_for(dataclasses.replace(folder, chat_template=template))
 
 
 class Agent:
@@ -155,6 +164,21 @@ def test_edit_late_in_a_conversation_continues_from_before_it(renderer):
     _, prompt = agent.ask([user("Hi"), says("Hello."), user("Go on"), says("Sure, edited."), user("x")])
     assert prompt.parent == first.id
     assert [message["content"] for message in prompt.new_messages] == ["Go on", "Sure, edited.", "x"]
+
+
+def test_answer_after_a_rewritten_history_is_continued(qwen3):
+    """A new user turn drops earlier reasoning, so a branch starts; what is served there is recognised as well."""
+    agent = Agent(qwen3)
+    first = agent.serve([user("Hi")], calls_bash("{}", "Ok.", id="call_1") | {"reasoning_content": "Look."}, [BASH])
+    # This harness leaves out the text beside a call.
+    history = [user("Hi"), calls_bash("{}", None, id="call_1"), {"role": "tool", "tool_call_id": "x", "content": "a"}]
+    second = agent.serve(history, says("Done.", reasoning_content="So."), [BASH])
+    assert second.parent == first.id
+    history += [says("Done."), user("More")]
+    third = agent.serve(history, calls_bash("{}", "", id="call_3"), [BASH])
+    assert third.parent is None
+    history += [calls_bash("{}", "", id="rewritten"), {"role": "tool", "tool_call_id": "x", "content": "b"}]
+    assert agent.ask(history, [BASH])[1].parent == third.id
 
 
 def test_twins_are_told_apart_by_their_tool_call_ids(renderer):

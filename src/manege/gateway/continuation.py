@@ -72,7 +72,7 @@ class Conversation:
 
     def prompt(self, request: ModelRequest, renderer: Renderer) -> Prompt:
         """Continue the deepest served answer in the request, or render it all. Raises ProtocolError."""
-        served, history = self._walk(request)
+        served, history, _ = self._walk(request.messages, request.tools)
         if served is not None:
             prompt_ids, response_ids = _ids(served)
             new_messages = request.messages[len(history) :]
@@ -86,9 +86,14 @@ class Conversation:
     def add(self, call: Call) -> None:
         """Remember a chat call so that the next request can continue it."""
         parent = self._by_call.get(call.parent) if call.parent else None
-        start = parent.key if parent else _hash(b"", call.request.get("tools") or [])
-        for message in call.request["messages"]:
-            start = _hash(start, _essence(message))
+        messages = call.request["messages"]
+        if parent:
+            start = parent.key
+            for message in messages:
+                start = _hash(start, _essence(message))
+        else:
+            # Its history may hold answers that were recognised and yet not continued.
+            *_, start = self._walk(messages, call.request.get("tools", ()))
         key = _hash(start, _essence(call.reply))
         added = call.prompt_ids_P[_length(parent) :]
         served = _Served(
@@ -115,13 +120,15 @@ class Conversation:
             else:
                 del self._by_key[served.key]
 
-    def _walk(self, request: ModelRequest) -> tuple[_Served | None, Sequence[JsonObject]]:
-        """The deepest served answer and the messages up to it, with the reasoning that was sampled."""
-        key = _hash(b"", request.tools)
+    def _walk(
+        self, messages: Sequence[JsonObject], tools: Sequence[JsonObject]
+    ) -> tuple[_Served | None, Sequence[JsonObject], bytes]:
+        """The deepest served answer, the messages up to it with the reasoning that was sampled, the key of them all."""
+        key = _hash(b"", tools)
         deepest: _Served | None = None
         seen: list[JsonObject] = []
         num_history = 0
-        for message in request.messages:
+        for message in messages:
             essence = _essence(message)
             following = _hash(key, essence)
             served = None
@@ -133,7 +140,7 @@ class Conversation:
             else:
                 key, deepest, num_history = served.key, served, len(seen) + 1
                 seen.append(_with_reasoning(message, served.reasoning))
-        return deepest, seen[:num_history]
+        return deepest, seen[:num_history], key
 
     def _by_known_handle(self, message: JsonObject, essence: JsonObject, start: bytes) -> _Served | None:
         if not message.get("tool_calls"):
