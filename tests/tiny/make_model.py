@@ -1,9 +1,9 @@
-"""Makes tests/tiny/model: a byte-level Llama of a quarter of a million parameters, warm-started on noisy demonstrations.
+"""Makes tests/tiny/model: a byte-level Llama of a quarter of a million parameters, warm-started on demonstrations.
 
     python -m tests.tiny.make_model
 
-The teacher errs at every turn with a probability of 0.4, without ever spoiling the copying of values; so the model knows
-the moves but plays them badly when sampled. Reinforcement learning has to do the rest. Takes a few minutes on a CPU.
+The teacher errs at every turn with a probability of 0.4, without ever spoiling the copying of values; so the model
+knows the moves but plays them badly when sampled. Reinforcement learning has to do the rest. Takes a minute on a CPU.
 """
 
 import json

@@ -7,6 +7,7 @@ rollout's `is_train`. The operator key opens everything; with it, the path must 
 Lightning's way). Keys are compared in constant time.
 """
 
+import functools
 import hashlib
 import hmac
 import os
@@ -68,6 +69,7 @@ class Auth:
     def operator(self, handler: Handler) -> Handler:
         """The handler behind a check for the operator key."""
 
+        @functools.wraps(handler)
         async def checked(request: Request) -> Response:
             self.require_operator(request)
             return await handler(request)

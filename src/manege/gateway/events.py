@@ -51,6 +51,7 @@ class _Events:
         self._services = services
 
     async def append(self, request: Request) -> Response:
+        """Append to an attempt's log, also with the agent's key; a `reward` only where `reward_from` is `agent`."""
         services = self._services
         identity = await services.auth.authorise_agent(request, late="late.event")
         body = validated(_NEW_EVENT, await read_object(request, MAX_EVENT_BYTES))
@@ -69,6 +70,7 @@ class _Events:
         return answer(lightning.event_view(event))
 
     async def list(self, request: Request) -> Response:
+        """A rollout's log, by `event_type`; `?format=triplet` gives prompt, response and reward per call."""
         rollout_id = RolloutId(request.path_params["rollout_id"])
         rollout = await self._services.store.get_rollout(rollout_id)
         events = await self._services.store.events(rollout_id)

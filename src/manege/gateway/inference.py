@@ -52,7 +52,7 @@ def inference_routes(services: Services) -> list[Route]:
 
 
 class ModelCalls:
-    """The ASGI endpoint of one protocol."""
+    """A model call of an agent, recorded with its tokens before it is answered."""
 
     def __init__(self, services: Services, protocol: WireProtocol, conversations: Conversations) -> None:
         self._services = services

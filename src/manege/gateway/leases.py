@@ -52,6 +52,7 @@ class _Leases:
         self._services = services
 
     async def claim(self, request: Request) -> Response:
+        """Take queued rollouts under a lease, with the keys of their agents; waits up to `wait_s` for work."""
         body = validated(_CLAIM, await read_object(request))
 
         async def read() -> list[Claim]:
@@ -64,6 +65,7 @@ class _Leases:
         return answer(await self._services.feed.poll(request, body.wait_s, read, []))
 
     async def renew(self, request: Request) -> Response:
+        """Prolong leases; answers which of them are lost."""
         body = validated(_RENEW, await read_object(request))
         lost = await self._services.store.renew(
             controller=body.controller, rollout_ids=body.rollout_ids, lease_s=body.lease_s

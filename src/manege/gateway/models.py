@@ -36,6 +36,7 @@ class _Models:
         self._store = services.store
 
     async def register(self, request: Request) -> Response:
+        """Note an inference endpoint."""
         added = [model.model_dump() for model in validated(_MODELS, await read_json(request))]
         known = await self._store.get_value(_KEY) or []
         merged = {(model["model"], model["endpoint"]): model for model in [*known, *added]}
@@ -43,8 +44,10 @@ class _Models:
         return answer(added, 201)
 
     async def list(self, _request: Request) -> Response:
+        """Endpoints that were noted."""
         return answer(await self._store.get_value(_KEY) or [])
 
     async def clear(self, _request: Request) -> Response:
+        """Forget them."""
         await self._store.set_value(_KEY, [])
         return answer({"status": "ok"})

@@ -54,27 +54,32 @@ class _Proxy:
         self._reason: str | None = None
 
     async def pause(self, request: Request) -> Response:
+        """Hold new model calls; with `drain_s`, answer when those in flight have ended and the engine is paused."""
         body = validated(_PAUSE, await read_object(request))
         self._reason = body.reason
         await self._services.gate.pause(body.drain_s)
         return answer(await self._state())
 
     async def resume(self, _request: Request) -> Response:
+        """Let everything go on; harmless when not paused."""
         await self._services.gate.resume()
         self._reason = None
         return answer(await self._state())
 
     async def state(self, request: Request) -> Response:
+        """Paused or not, calls in flight and held, policy version, rollouts per state (`?run=` for one run)."""
         run = request.query_params.get("run")
         counts = await self._services.store.count_rollouts(run=None if run is None else RunId(run))
         return answer({**await self._state(), "rollouts": {str(state): number for state, number in counts.items()}})
 
     async def publish(self, request: Request) -> Response:
+        """Give the engine new weights (`shared` or a `folder`) under the next version; only while paused."""
         body = validated(_WEIGHTS, await read_object(request))
         weights = Weights(kind=body.kind, folder=body.folder)
         return answer({"version": await self._services.gate.publish(self._services.store, weights)})
 
     async def metrics(self, _request: Request) -> Response:
+        """Counters and gauges in the text format of Prometheus."""
         gate, store = self._services.gate, self._services.store
         gauges = {
             "manege_rollouts": await store.count_rollouts(),
@@ -86,6 +91,7 @@ class _Proxy:
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     async def health(self, _request: Request) -> Response:
+        """Whether the gateway serves; needs no key."""
         return answer({"status": "ok"})
 
     async def _state(self) -> dict[str, Any]:

@@ -73,12 +73,14 @@ class _Rollouts:
         self._feed = services.feed
 
     async def create(self, request: Request) -> Response:
+        """Queue one rollout (Agent Lightning's shape); an id that exists is answered as it is."""
         creates = validated(lightning.CREATES, await read_json(request))
         created = await self._store.create_rollouts([lightning.to_spec(create) for create in creates])
         self._feed.changed()
         return answer([lightning.rollout_view(rollout) for rollout in created], 201)
 
     async def create_batch(self, request: Request) -> Response:
+        """Queue rollouts of our own shape, all or nothing; ids that exist are answered as they are."""
         specs = validated(SPECS, await read_json(request))
         for spec in specs:
             _check(spec)
@@ -87,6 +89,7 @@ class _Rollouts:
         return answer(created, 201)
 
     async def list(self, request: Request) -> Response:
+        """Rollouts by state, oldest first; `?format=manege` for our shape, with `run`, `state`, `limit`, `offset`."""
         query = _query(request)
         if query.format == "manege":
             found = await self._store.list_rollouts(
@@ -103,6 +106,7 @@ class _Rollouts:
         return answer([lightning.rollout_view(rollout) for rollout in found[: query.limit]])
 
     async def terminal(self, request: Request) -> Response:
+        """Rollouts that ended after a cursor, in the order of completion; waits up to `wait_s` for the next."""
         query = _query(request)
 
         async def read() -> TerminalPage | None:
@@ -115,6 +119,7 @@ class _Rollouts:
         return answer(page if query.format == "manege" else lightning.terminal_view(page))
 
     async def get(self, request: Request) -> Response:
+        """One rollout; `?format=manege` for our shape."""
         rollout = await self._store.get_rollout(_rollout_id(request))
         if _query(request).format == "manege":
             return answer(rollout)
@@ -122,6 +127,7 @@ class _Rollouts:
         return answer({"rollout": lightning.rollout_view(rollout), "attempts": attempts})
 
     async def patch(self, request: Request) -> Response:
+        """Change its state (Agent Lightning's controller does)."""
         patch = validated(lightning.PATCH, await read_object(request)).status
         rollout = await self._store.get_rollout(_rollout_id(request))
         if patch is not None and patch.state is not None:
@@ -130,6 +136,7 @@ class _Rollouts:
         return answer(lightning.rollout_view(rollout))
 
     async def delete(self, request: Request) -> Response:
+        """Remove a rollout with its calls and events."""
         try:
             await self._store.delete_rollout(_rollout_id(request))
         except NotFoundError:
@@ -137,11 +144,13 @@ class _Rollouts:
         return Response(status_code=204)
 
     async def cancel(self, request: Request) -> Response:
+        """End a rollout at once; its key is dead, its controller kills the agent."""
         rollout = await self._store.cancel(_rollout_id(request))
         self._feed.changed()
         return answer(rollout)
 
     async def finish(self, request: Request) -> Response:
+        """End an attempt with its outcome, reward and evidence; an infrastructure failure may queue another one."""
         body = validated(_FINISH, await read_object(request))
         rollout = await self._store.finish(
             _rollout_id(request),
@@ -155,6 +164,7 @@ class _Rollouts:
         return answer(rollout)
 
     async def calls(self, request: Request) -> Response:
+        """The model calls of the last attempts of some rollouts, with their tokens."""
         wanted = validated(_ROLLOUT_IDS, await read_object(request)).rollout_ids
         found = await self._store.calls(wanted)
         return answer({"calls": {key: [encode_call(call) for call in calls] for key, calls in found.items()}})

@@ -37,6 +37,7 @@ class _Runs:
         self._services = services
 
     async def put(self, request: Request) -> Response:
+        """Create a run or replace its config."""
         run_id = RunId(request.path_params["run_id"])
         body = validated(_RUN_BODY, await read_object(request))
         run = await self._services.store.put_run(run_id, body.config)
@@ -44,4 +45,5 @@ class _Runs:
         return answer(run)
 
     async def get(self, request: Request) -> Response:
+        """A run and its config."""
         return answer(await self._services.store.get_run(RunId(request.path_params["run_id"])))

@@ -88,8 +88,6 @@ class Server:
         try:
             family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
             listener = socket.create_server((self._host, self._port), family=family, backlog=2048)
-            # asyncio sets this only on sockets made with an explicit protocol; without it small answers wait for ACKs.
-            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         except OSError as error:
             raise ConfigError(
                 f"cannot listen on {self._host} port {self._port}: {error.strerror}; "
