@@ -5,6 +5,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
@@ -51,7 +52,7 @@ class TrainView:
     def on_row(self, row: Mapping[str, Any]) -> None:
         """See Observer; leaves one line per row behind, so that the history can be read back."""
         self._rows.append(row)
-        self._console.print(_line(row), highlight=False)
+        self._console.print(_line(row), highlight=False, soft_wrap=True)
 
     async def poll(self, client: Client) -> None:
         """Until cancelled, ask the gateway how many rollouts are in which state."""
@@ -85,7 +86,7 @@ class TrainView:
 def summary(rows: Sequence[Mapping[str, Any]], config: RunConfig) -> Table:
     """Before and after, and what it took."""
     steps = [row for row in rows if row["kind"] == "step"]
-    table = Table(title=f"{config.name}: {len(steps)} steps", title_justify="left")
+    table = Table(title=f"{config.name}: {len(steps)} steps", title_justify="left", box=SIMPLE_HEAD)
     for column in ("", "before", "after"):
         table.add_column(column)
     for temperature in config.evaluation.temperatures:
@@ -93,7 +94,7 @@ def summary(rows: Sequence[Mapping[str, Any]], config: RunConfig) -> Table:
         full = [row for row in points if row["num_tasks"] == max(point["num_tasks"] for point in points)]
         if full:
             name = "greedy" if temperature == 0 else f"T = {temperature:g}"
-            table.add_row(f"held-out success, {name}", _rate(full[0]), _rate(full[-1]))
+            table.add_row(f"held-out, {name}", _rate(full[0]), _rate(full[-1]))
     if steps:
         tokens, calls = (sum(row[name] for row in steps) for name in ("sampled_tokens", "num_calls"))
         unique, total = (sum(row.get(name, 0) for row in steps) for name in ("unique_tokens", "total_tokens"))
@@ -101,14 +102,14 @@ def summary(rows: Sequence[Mapping[str, Any]], config: RunConfig) -> Table:
         rollouts = sum(row["num_samples"] / row["samples_per_rollout"] for row in steps if row["num_samples"])
         table.add_row("mean reward of a step", f"{steps[0]['reward_mean']:.3f}", f"{steps[-1]['reward_mean']:.3f}")
         table.add_row("training time", "", f"{steps[-1]['train_s']:.0f} s")
-        table.add_row("model calls, tokens sampled", "", f"{calls:,}, {tokens:,}")
+        table.add_row("calls, sampled tokens", "", f"{calls:,}, {tokens:,}")
         table.add_row("samples per rollout", "", f"{samples / max(rollouts, 1):.2f}")
-        table.add_row("tokens trained on, of them computed", "", f"{total:,.0f}, {unique:,.0f}")
+        table.add_row("tokens of samples, computed", "", f"{total:,.0f}, {unique:,.0f}")
     return table
 
 
 def _rate(row: Mapping[str, Any]) -> str:
-    return f"{row['success_rate']:.1%} ({row['low']:.0%} to {row['high']:.0%}, n = {row['num_tasks']})"
+    return f"{row['success_rate']:.1%} ({row['low']:.0%}-{row['high']:.0%}, n={row['num_tasks']})"
 
 
 def _time_left(steps: Sequence[Mapping[str, Any]], total: int) -> str:
@@ -121,9 +122,9 @@ def _time_left(steps: Sequence[Mapping[str, Any]], total: int) -> str:
 def _line(row: Mapping[str, Any]) -> str:
     if row["kind"] == "evaluation":
         name = "greedy" if row["temperature"] == 0 else f"T = {row['temperature']:g}"
-        return f"held-out success {name:8} {_rate(row)}"
+        return f"held-out success, {name:8} {_rate(row)}"
     return (
         f"step {row['step']:3}  reward {row['reward_mean']:.3f}  success {row['success_rate']:6.1%}  "
-        f"calls {row['num_calls']:4}  tokens/s {row['tokens_per_s']:5.0f}  "
-        f"collect {row['collect_s']:5.1f} s  update {row['update_s']:4.1f} s  total {row['train_s']:5.0f} s"
+        f"{row['num_calls']:4} calls  {row['tokens_per_s']:3.0f} tok/s  "
+        f"{row['collect_s']:.1f} + {row['update_s']:.1f} s"
     )
