@@ -92,6 +92,16 @@ async def test_a_lease_that_ran_out_becomes_a_new_attempt_of_another_controller(
         await finish(store, "b")
 
 
+async def test_a_rollout_that_is_given_back_loses_no_attempt(store):
+    await running(store, "a", max_attempts=1)
+    for attempt in (1, 2):
+        assert await store.renew(controller="c", rollout_ids=["a", "gone"], lease_s=0) == ["gone"]
+        (taken,) = await store.claim(controller="c", limit=5, lease_s=30)
+        assert (taken.spec.id, taken.attempt) == ("a", attempt)
+    assert await store.renew(controller="other", rollout_ids=["a"], lease_s=0) == ["a"]
+    assert (await finish(store, "a", 2, outcome=Outcome.INFRA_ERROR)).state is RolloutState.FAILED
+
+
 async def test_a_lost_lease_with_no_attempt_left_ends_the_rollout(store, clock):
     await running(store, "a", max_attempts=1)
     clock.now_s += 31

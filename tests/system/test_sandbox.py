@@ -173,10 +173,8 @@ async def test_daemons_are_dead_when_the_agent_has_ended(launcher, box):
 
 
 async def test_daemons_are_dead_when_the_time_is_up(launcher, box):
-    process = await launcher.start(box.spec("tests.programs:leave_daemons_and_wait"))
-    while not (box.workspace / "double").exists():
-        await asyncio.sleep(0.01)
-    ended = await process.wait(0.3)
+    await launcher.check("tests.programs:leave_daemons_and_wait", role="agent")
+    ended = await launcher.run(box.spec("tests.programs:leave_daemons_and_wait"), 2)
     before = beats(box)
     assert (ended.timed_out, ended.code) == (True, None)
     await asyncio.sleep(0.2)
@@ -201,8 +199,7 @@ from manege.sandbox import processes
 from manege.sandbox.launcher import Launcher
 
 async def main():
-    process = await Launcher().start(pickle.load(sys.stdin.buffer))
-    await process.wait()
+    await Launcher().run(pickle.load(sys.stdin.buffer), 60)
 
 asyncio.run(main())
 """

@@ -214,12 +214,12 @@ class Controller:
         self._changed = asyncio.Event()
 
     async def _release(self) -> None:
-        """Let the leases run out now instead of later, if the gateway is still there."""
+        """Give the rollouts back, if the gateway is still there."""
         if not self._held:
             return
         with contextlib.suppress(ManegeError, TimeoutError):
             async with asyncio.timeout(_RETRY_S):
-                await self._client.renew(controller=self._name, rollout_ids=list(self._held), lease_s=0.001)
+                await self._client.renew(controller=self._name, rollout_ids=list(self._held), lease_s=0)
 
 
 T = TypeVar("T")

@@ -32,7 +32,7 @@ class _RenewBody(BaseModel):
 
     controller: Controller
     rollout_ids: list[RolloutId]
-    lease_s: LeaseSeconds
+    lease_s: Annotated[float, Field(ge=0, le=86400)]
 
 
 _CLAIM, _RENEW = TypeAdapter(_ClaimBody), TypeAdapter(_RenewBody)
@@ -65,7 +65,7 @@ class _Leases:
         return answer(await self._services.feed.poll(request, body.wait_s, read, []))
 
     async def renew(self, request: Request) -> Response:
-        """Prolong leases; answers which of them are lost."""
+        """Prolong leases, or give them up with `lease_s` 0; answers which of them are lost."""
         body = validated(_RENEW, await read_object(request))
         lost = await self._services.store.renew(
             controller=body.controller, rollout_ids=body.rollout_ids, lease_s=body.lease_s

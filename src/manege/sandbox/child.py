@@ -13,6 +13,7 @@ import json
 import numbers
 import os
 import random
+import resource
 import signal
 import sys
 import tempfile
@@ -20,9 +21,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from manege.sandbox.limits import set_limits
 from manege.sandbox.policy import apply, command_paths
-from manege.sandbox.spec import ProcessSpec
+from manege.sandbox.spec import Limits, ProcessSpec
 from manege.sandbox.syscalls import PR_SET_PDEATHSIG, is_linux, prctl
 
 __all__ = ["Function", "run_child"]
@@ -79,7 +79,23 @@ def _prepare(spec: ProcessSpec, outputs: Sequence[int], keep: Sequence[int]) -> 
     os.chdir(spec.cwd)
     os.environ.clear()
     os.environ.update(spec.env)
-    set_limits(spec.limits)
+    _set_limits(spec.limits)
+
+
+def _set_limits(limits: Limits) -> None:
+    """Limits of each process; descendants inherit them. Not their number: RLIMIT_NPROC counts all processes of a user,
+    and root is exempt, so the supervisor counts them."""
+    wanted = {
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_AS: limits.memory_bytes if is_linux() else None,  # macOS refuses it
+        resource.RLIMIT_FSIZE: limits.file_bytes,
+        resource.RLIMIT_NOFILE: limits.num_files,
+    }
+    for kind, value in wanted.items():
+        _, hard = resource.getrlimit(kind)
+        if value is not None:
+            value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+            resource.setrlimit(kind, (value, value))
 
 
 def _offer_to_oom_killer() -> None:

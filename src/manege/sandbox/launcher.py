@@ -23,7 +23,7 @@ from pathlib import Path
 from manege.errors import HarnessError
 from manege.sandbox.spec import Exit, ProcessSpec, Program
 
-__all__ = ["Launcher", "Process", "search_path"]
+__all__ = ["Launcher", "search_path"]
 
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[2]); from manege.sandbox.warm import main; "
 _BOOT += "main(int(sys.argv[1]), sys.argv[3], sys.argv[4], sys.argv[5:])"
@@ -34,45 +34,8 @@ def search_path() -> str:
     return os.pathsep.join([str(Path(sys.executable).parent), "/usr/local/bin", "/usr/bin", "/bin"])
 
 
-class Process:
-    """A process tree that was started. Await `wait` or `kill`, else it goes on."""
-
-    def __init__(self, lifeline: socket.socket, name: str) -> None:
-        self._lifeline = lifeline
-        self._name = name
-        self._ended = asyncio.create_task(self._receive(), name=f"wait for {name}")
-
-    async def wait(self, timeout_s: float | None = None) -> Exit:
-        """Until every process is dead; when the time is used up they are killed. Raises HarnessError if the program
-        could not be started."""
-        await asyncio.wait({self._ended}, timeout=timeout_s)
-        if self._ended.done():
-            return self._ended.result()
-        return replace(await self.kill(), timed_out=True)
-
-    async def kill(self) -> Exit:
-        """Kill; returns when every process is dead. The order is given even if the caller does not wait."""
-        if not self._ended.done():
-            with contextlib.suppress(OSError):  # it has just ended by itself
-                self._lifeline.shutdown(socket.SHUT_WR)
-        return await asyncio.shield(self._ended)
-
-    async def _receive(self) -> Exit:
-        loop = asyncio.get_running_loop()
-        received = bytearray()
-        with self._lifeline:
-            while chunk := await loop.sock_recv(self._lifeline, 1 << 16):
-                received += chunk
-        if not received:
-            raise HarnessError(f"{self._name}: its supervisor was killed; processes of it may be left")
-        ended = Exit(**json.loads(received))
-        if ended.error is not None:
-            raise HarnessError(f"{self._name} could not be started: {ended.error}")
-        return ended
-
-
 class Launcher:
-    """Starts processes. `close` ends the warm parents; process trees that still run are killed by their owners."""
+    """Runs process trees. `close` ends the warm parents; what still runs is killed by cancelling its `run`."""
 
     def __init__(self, *, import_paths: Sequence[str] | None = None) -> None:
         """`import_paths`: where functions are imported from; None: as here, and the current folder."""
@@ -94,30 +57,24 @@ class Launcher:
                 )
         await self._parent(program, role, preload)
 
-    async def start(self, spec: ProcessSpec) -> Process:
-        """Start a process tree. Raises HarnessError if its function cannot be imported."""
-        parent = await self._parent(spec.program, spec.role)
-        lifeline, far_end = socket.socketpair()
-        lifeline.setblocking(False)
-        with far_end, tempfile.TemporaryFile() as request:
-            request.write(pickle.dumps(spec))
-            request.seek(0)
-            descriptors = [request.fileno(), far_end.fileno()]
-            try:
-                parent.send(descriptors)
-            except BrokenPipeError:  # it was killed; a new one does as well
-                self._forget(parent)
-                parent = await self._parent(spec.program, spec.role)
-                parent.send(descriptors)
-        return Process(lifeline, f"{spec.role} {spec.program!r}")
-
     async def run(self, spec: ProcessSpec, timeout_s: float) -> Exit:
-        """Start and wait; whatever happens, cancellation included, no process is left."""
-        process = await self.start(spec)
+        """Start a process tree and wait until all of it is dead; it is killed when its time is used up. Whatever
+        happens, cancellation included, no process is left. Raises HarnessError if the program cannot be started."""
+        name = f"{spec.role} {spec.program!r}"
+        lifeline = await self._start(spec)
+        receiving = asyncio.create_task(_receive(lifeline), name=f"wait for {name}")
         try:
-            return await process.wait(timeout_s)
+            in_time, _ = await asyncio.wait({receiving}, timeout=timeout_s)
         finally:
-            await process.kill()
+            with contextlib.suppress(OSError):  # it has ended by itself
+                lifeline.shutdown(socket.SHUT_WR)
+            received = await asyncio.shield(receiving)
+        if not received:
+            raise HarnessError(f"{name}: its supervisor was killed; processes of it may be left")
+        ended = Exit(**json.loads(received))
+        if ended.error is not None:
+            raise HarnessError(f"{name} could not be started: {ended.error}")
+        return ended if in_time else replace(ended, timed_out=True)
 
     async def close(self) -> None:
         """End the warm parents. Safe to repeat."""
@@ -127,24 +84,34 @@ class Launcher:
                 (await opening).close()
         self._parents.clear()
 
+    async def _start(self, spec: ProcessSpec) -> socket.socket:
+        """Returns the lifeline."""
+        parent = await self._parent(spec.program, spec.role)
+        lifeline, far_end = socket.socketpair()
+        lifeline.setblocking(False)
+        with far_end, tempfile.TemporaryFile() as request:
+            request.write(pickle.dumps(spec))
+            request.seek(0)
+            parent.send([request.fileno(), far_end.fileno()])
+        return lifeline
+
     async def _parent(self, program: Program, role: str, preload: Sequence[str] = ()) -> "_WarmParent":
+        """The one that runs; a new one if there is none, or it could not be started, or was killed."""
         key = (program, role) if isinstance(program, str) else ("", "command")
         opening = self._parents.get(key)
-        if opening is None:
+        if opening is None or (opening.done() and (opening.exception() or opening.result().has_died())):
             parent = _WarmParent.open(*key, preload=preload, import_paths=self._import_paths)
             opening = self._parents[key] = asyncio.create_task(parent, name=f"warm parent of {role}")
-        try:
-            return await asyncio.shield(opening)
-        except HarnessError:
-            if self._parents.get(key) is opening:
-                del self._parents[key]
-            raise
+        return await asyncio.shield(opening)
 
-    def _forget(self, parent: "_WarmParent") -> None:
-        for key, opening in list(self._parents.items()):
-            if opening.done() and opening.result() is parent:
-                del self._parents[key]
-        parent.close()
+
+async def _receive(lifeline: socket.socket) -> bytes:
+    """All that comes until the far end is closed."""
+    received = bytearray()
+    with lifeline:
+        while chunk := await asyncio.get_running_loop().sock_recv(lifeline, 1 << 16):
+            received += chunk
+    return bytes(received)
 
 
 class _WarmParent:
@@ -189,6 +156,13 @@ class _WarmParent:
     def send(self, descriptors: Sequence[int]) -> None:
         """Ask for a process."""
         socket.send_fds(self._control, [b"s"], descriptors)
+
+    def has_died(self) -> bool:
+        """Whether something killed it; then nothing of it is left."""
+        if self._popen.poll() is None:
+            return False
+        self.close()
+        return True
 
     def close(self) -> None:
         """Kill it, also in the middle of an import; it holds nothing that could be lost, and its forks go on."""

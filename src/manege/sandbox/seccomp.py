@@ -54,8 +54,7 @@ def has_seccomp() -> bool:
 
 
 def build_filter(arch: Arch, *, protected_pids: Iterable[int]) -> bytes:
-    """The program. Processes in `protected_pids`, and all processes at once, cannot be
-    signalled or given new limits."""
+    """The program. Processes in `protected_pids`, and all processes at once, cannot be signalled or given limits."""
     number = arch.numbers
     program: list[_Instruction] = [
         (_LOAD, 0, 0, _ARCHITECTURE),
@@ -102,15 +101,9 @@ def build_filter(arch: Arch, *, protected_pids: Iterable[int]) -> bytes:
 
 def install(program: bytes) -> None:
     """Apply the filter to this process and all that it will start. Needs no_new_privs."""
-    buffer = ctypes.create_string_buffer(program, len(program))
-    header = _Program(length=len(program) // 8, instructions=ctypes.cast(buffer, ctypes.c_void_p))
-    syscall("seccomp", _SET_MODE_FILTER, 0, header)
-
-
-class _Program(ctypes.Structure):
-    """struct sock_fprog."""
-
-    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_void_p))
+    instructions = ctypes.create_string_buffer(program, len(program))
+    sock_fprog = struct.pack("HP", len(program) // 8, ctypes.addressof(instructions))
+    syscall("seccomp", _SET_MODE_FILTER, 0, sock_fprog)
 
 
 def _deny(code: int) -> _Instruction:

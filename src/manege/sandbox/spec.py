@@ -5,7 +5,7 @@ back as JSON, since nothing that an agent's process could write may be unpickled
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from manege.sandbox.policy import Policy
@@ -75,7 +75,7 @@ class Exit:
     """Processes that were still there when the program ended, and were killed."""
     reply: str | None = None
     """What the function returned, as JSON text; a value that JSON lacks as its repr. None: it did not return."""
-    error: str | None = field(default=None, repr=False)
+    error: str | None = None
     """Why the program could not be started; None: it was."""
 
     @property

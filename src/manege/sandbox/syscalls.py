@@ -83,18 +83,11 @@ def is_linux() -> bool:
 ARCH = _ARCHS.get(platform.machine()) if is_linux() else None
 
 
-def syscall(name: str, *arguments: int | bytes | ctypes.Structure) -> int:
-    """Call the kernel. Bytes and structures are passed as pointers."""
+def syscall(name: str, *arguments: int | bytes) -> int:
+    """Call the kernel. Bytes are passed as a pointer to them."""
     if ARCH is None:
         raise OSError(errno.ENOSYS, f"{name}: not known on {sys.platform} {platform.machine()}")
-    converted = [
-        ctypes.byref(argument)
-        if isinstance(argument, ctypes.Structure)
-        else ctypes.c_char_p(argument)
-        if isinstance(argument, bytes)
-        else ctypes.c_long(argument)
-        for argument in arguments
-    ]
+    converted = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
     return _checked(name, _libc().syscall(ctypes.c_long(ARCH.numbers[name]), *converted))
 
 

@@ -94,7 +94,8 @@ class Store(Protocol):
         ...
 
     async def renew(self, *, controller: str, rollout_ids: Sequence[RolloutId], lease_s: float) -> Sequence[RolloutId]:
-        """Prolong leases; returns those that this controller has lost (cancelled, taken over or deleted)."""
+        """Prolong leases; returns those that this controller has lost (cancelled, taken over or deleted). With 0 s they
+        are given up: back to queuing as a new attempt, which is granted on top of `max_attempts`."""
         ...
 
     async def finish(

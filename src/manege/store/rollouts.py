@@ -7,6 +7,7 @@ completion in the same transaction: numbers become visible in their order, so th
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -116,7 +117,7 @@ def start(connection: Connection, rollout_id: RolloutId, evidence: JsonObject, n
 def renew(
     connection: Connection, controller: str, rollout_ids: Sequence[RolloutId], lease_s: float, now_s: float
 ) -> list[RolloutId]:
-    """Prolong leases; returns those that are not this controller's any more."""
+    """Prolong leases, or give them up (0 s); returns those that are not this controller's any more."""
     lost: list[RolloutId] = []
     for rollout_id in rollout_ids:
         prolonged = connection.execute(
@@ -127,6 +128,8 @@ def renew(
         )
         if prolonged.rowcount == 0:
             lost.append(rollout_id)
+        elif lease_s == 0:
+            _give_back(connection, get(connection, rollout_id), now_s)
     return lost
 
 
@@ -227,6 +230,14 @@ def _end_attempt(
         )
     else:
         _end(connection, rollout, outcome, reward, message, evidence, now_s)
+
+
+def _give_back(connection: Connection, rollout: Rollout, now_s: float) -> None:
+    """An orderly stop is no failure: the rollout gets the attempt back that it costs."""
+    spec = replace(rollout.spec, max_attempts=rollout.spec.max_attempts + 1)
+    _set(connection, spec.id, spec=dumps(spec))
+    message = f"attempt {rollout.attempt} was given back: its controller stopped"
+    _end_attempt(connection, replace(rollout, spec=spec), Outcome.INFRA_ERROR, None, message, rollout.evidence, now_s)
 
 
 def _end(
