@@ -163,7 +163,7 @@ class TrainConfig(_Section):
     """Parameters whose name contains one of these are not trained."""
     prefix_tree: bool = True
     """Compute tokens that samples share as a prefix once."""
-    micro_batch_tokens: PositiveInt = 2048
+    micro_batch_tokens: PositiveInt = 1024
     """Tokens (unique ones with the prefix tree) per forward and backward pass."""
     stop_success: Annotated[float, Field(gt=0, le=1)] | None = None
     """Stop early when the success rate of the last three steps has this mean; None: never."""

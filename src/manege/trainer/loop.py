@@ -9,9 +9,10 @@ import asyncio
 import dataclasses
 import random
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from manege.client import Client
 from manege.config import RunConfig
@@ -34,6 +35,7 @@ _STOP_WINDOW = 3
 """Steps over which the success rate of `train.stop_success` is averaged."""
 
 _log = get_logger("trainer")
+_Result = TypeVar("_Result")
 
 
 class Observer(Protocol):
@@ -86,6 +88,7 @@ class Trainer:
         self._run = RunId(config.name)
         self._metrics = MetricsFile(self._paths.metrics)
         self._train_tasks, self._heldout_tasks = train_tasks, heldout_tasks
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="train-engine")
         self._version = PolicyVersion(0)
         self._state = TrainerState(step=0, tasks_taken=0, cursor=0, train_s=0.0, successes=[])
 
@@ -107,10 +110,15 @@ class Trainer:
             await self._evaluate_all(feed)
         finally:
             await asyncio.shield(feed.cancel_open())
-        await asyncio.to_thread(self._engine.export, self._paths.model)
+        await self._in_engine(self._engine.export, self._paths.model)
         rows = read_metrics(self._paths.metrics)
         plot_curve(rows, self._paths.folder / "curve", title=self._config.name)
         return rows
+
+    async def _in_engine(self, function: Callable[..., _Result], *arguments: Any) -> _Result:
+        """Run a blocking call of the train engine in its thread, always the same one: every thread that allocates
+        gigabytes keeps them in an arena of its own."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
     async def _train(self, feed: GroupFeed) -> None:
         schedule: Schedule = SyncSchedule(feed, lambda: self._start_group(feed), self._config.train.groups)
@@ -150,7 +158,7 @@ class Trainer:
         objective = Objective(clip_low=credit.clip_low, clip_high=credit.clip_high, dual_clip=credit.dual_clip)
         await self._client.pause()
         try:
-            metrics = await asyncio.to_thread(self._engine.step, batch.samples, objective)
+            metrics = await self._in_engine(self._engine.step, batch.samples, objective)
             self._version = await self._client.publish(self._engine.publish())
         finally:
             await asyncio.shield(self._client.resume())
@@ -195,7 +203,7 @@ class Trainer:
 
     async def _checkpoint_if_due(self) -> None:
         if self._finished() or self._state.step % self._config.train.checkpoint_every == 0:
-            await asyncio.to_thread(save_checkpoint, self._paths.checkpoints, self._engine, self._state)
+            await self._in_engine(save_checkpoint, self._paths.checkpoints, self._engine, self._state)
 
     async def _evaluate_all(self, feed: GroupFeed) -> None:
         """At every temperature, unless an earlier life of this run did it at this step."""
@@ -242,7 +250,7 @@ class Trainer:
                 _log.warning(kv("no checkpoint yet, starting from the first step", folder=self._paths.checkpoints))
             self._metrics.truncate(step=0)
             return
-        self._state = await asyncio.to_thread(load_checkpoint, checkpoint, self._engine)
+        self._state = await self._in_engine(load_checkpoint, checkpoint, self._engine)
         self._metrics.truncate(step=self._state.step)
         for row in read_metrics(self._paths.metrics):
             self._observer.on_row(row)
