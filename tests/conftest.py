@@ -29,8 +29,9 @@ async def store(tmp_path):
 
 
 @pytest.fixture
-async def engine():
-    made = ScriptedEngine(hashed_reply(num_tokens=4, first_id=97, last_id=122))
+async def engine(request):
+    """A test may say what it replies."""
+    made = ScriptedEngine(getattr(request, "param", hashed_reply(num_tokens=4, first_id=97, last_id=122)))
     yield made
     await made.close()
 

@@ -1,5 +1,6 @@
 """Agents, setups and scorers for the tests of sandbox and controller. Run as a script it tries what is forbidden."""
 
+import contextlib
 import ctypes
 import json
 import os
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from pathlib import Path
 
@@ -111,6 +113,22 @@ def ask_once():
     url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
     with urllib.request.urlopen(urllib.request.Request(url, body, headers)) as response:
         print(json.load(response)["choices"][0]["message"]["content"])
+
+
+def ask_and_ignore():
+    with contextlib.suppress(urllib.error.HTTPError):
+        ask_once()
+
+
+def ask_until_killed():
+    while True:
+        ask_and_ignore()
+        time.sleep(0.1)
+
+
+def ask_twice_and_fail():
+    ask_and_ignore()
+    ask_and_fail()
 
 
 def ask_and_fail():

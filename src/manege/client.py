@@ -21,7 +21,18 @@ from manege.engine.base import Weights
 from manege.errors import ManegeError, StoreError, UnavailableError
 from manege.store.base import Run, TerminalPage
 from manege.store.codec import ROLLOUT, ROLLOUTS, RUN, TERMINAL_PAGE, decode_call
-from manege.types import Call, JsonObject, Outcome, PolicyVersion, Rollout, RolloutId, RolloutSpec, RolloutState, RunId
+from manege.types import (
+    Call,
+    Event,
+    JsonObject,
+    Outcome,
+    PolicyVersion,
+    Rollout,
+    RolloutId,
+    RolloutSpec,
+    RolloutState,
+    RunId,
+)
 
 __all__ = ["CLAIMS", "Claim", "Client"]
 
@@ -124,7 +135,7 @@ class Client:
         return CLAIMS.validate_json(await self._send("POST", "/api/leases", body, wait_s=wait_s))
 
     async def renew(self, *, controller: str, rollout_ids: Sequence[RolloutId], lease_s: float) -> list[RolloutId]:
-        """Prolong leases; returns those that were lost."""
+        """Prolong leases, or give the rollouts back (0 s); returns those that were lost."""
         body = {"controller": controller, "rollout_ids": list(rollout_ids), "lease_s": lease_s}
         return orjson.loads(await self._send("POST", "/api/leases/renew", body))["lost"]
 
@@ -160,6 +171,21 @@ class Client:
         """Append to a rollout's log."""
         body = {"event_type": event_type, "data": data}
         await self._send("POST", f"/api/rollouts/{rollout_id}/attempt/{attempt}/events", body)
+
+    async def events(self, rollout_id: RolloutId, event_type: str) -> list[Event]:
+        """The events of one type of a rollout's last attempt, in the order of time."""
+        query = httpx.QueryParams({"event_type": event_type})
+        answer = await self._send("GET", f"/api/rollouts/{rollout_id}/events?{query}")
+        return [
+            Event(
+                rollout_id=rollout_id,
+                attempt=int(view["attempt_id"]),
+                event_type=event_type,
+                data=view["data"],
+                timestamp_s=view["timestamp"],
+            )
+            for view in orjson.loads(answer)
+        ]
 
     async def pause(self, *, drain_s: float = 600) -> None:
         """Hold new model calls, let those in flight end for at most `drain_s`, pause the engine."""

@@ -11,7 +11,7 @@ import pytest
 from manege.client import Client
 from manege.config import ControllerConfig, RunConfig, SandboxConfig
 from manege.controller.loop import Controller
-from manege.errors import ForbiddenError, HarnessError, SandboxError
+from manege.errors import EngineError, ForbiddenError, HarnessError, SandboxError
 from manege.sandbox.probe import probe
 from manege.types import Outcome, RolloutSpec, RolloutState, Task
 
@@ -179,6 +179,40 @@ async def test_one_failing_rollout_leaves_the_others_alone(client, tmp_path):
     async with controlling(client, tmp_path):
         ended = await settle(client, *specs)
     assert [rollout.outcome for rollout in ended] == [Outcome.OK, Outcome.AGENT_ERROR, Outcome.INFRA_ERROR] * 4
+
+
+@pytest.mark.parametrize(
+    ("agent", "outcome", "message"),
+    [
+        ("ask_once", Outcome.INFRA_ERROR, "the engine failed the agent's last model call"),
+        ("ask_until_killed", Outcome.INFRA_ERROR, "the engine failed the agent's last model call"),
+        ("ask_and_ignore", Outcome.INFRA_ERROR, "the engine failed the agent's last model call"),
+        ("raise_error", Outcome.AGENT_ERROR, "crashed before its first model call"),
+    ],
+)
+async def test_an_agent_is_not_blamed_for_an_engine_that_fails(client, engine, tmp_path, agent, outcome, message):
+    await engine.close()
+    rollout = await run_one(client, tmp_path, run_config(agent, limits={"run_s": 2}))
+    assert (rollout.outcome, message in rollout.message) == (outcome, True), rollout.message
+    assert ("exit_code" in rollout.evidence, "score" in rollout.evidence["seconds"]) == (True, outcome.counts)
+
+
+def failing_once():
+    failures = [EngineError("out of memory")]
+
+    def reply(_prompt_ids):
+        if failures:
+            raise failures.pop()
+        return list(b"abc")
+
+    return reply
+
+
+@pytest.mark.parametrize("engine", [failing_once()], indirect=True, ids=["fails once"])
+async def test_an_agent_that_fails_after_its_calls_were_answered_again_is_to_blame(client, tmp_path):
+    rollout = await run_one(client, tmp_path, run_config("ask_twice_and_fail"))
+    assert (rollout.outcome, rollout.reward) == (Outcome.OK, 1.0), rollout.message
+    assert [event.data["message"] for event in await client.events("r1", "engine.error")] == ["out of memory"]
 
 
 async def wait_for(path, seconds=20):

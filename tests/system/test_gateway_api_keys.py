@@ -117,7 +117,13 @@ async def test_a_key_is_good_for_its_own_attempt_and_mode(http, keys, key, path,
 
 async def test_agents_post_events_but_rewards_only_where_they_judge_themselves(http, keys, client):
     assert (await post_event(http, keys["a"], "a", data={"x": 1})).json()["data"] == {"x": 1}
-    table = [("a", "reward", 403), ("own", "reward", 200), ("a", "model_request", 403), ("own", "late.call", 403)]
+    table = [
+        ("a", "reward", 403),
+        ("own", "reward", 200),
+        ("a", "model_request", 403),
+        ("own", "late.call", 403),
+        ("own", "engine.error", 403),
+    ]
     for name, event_type, status in table:
         assert (await post_event(http, keys[name], name, 0, event_type, {"value": 0.5})).status_code == status
     assert (await post_event(http, keys["a"], "own")).status_code == 403

@@ -10,6 +10,8 @@ import numpy as np
 import openai
 import pytest
 
+from manege.engine.server import engine_app
+from manege.gateway.server import Server
 from manege.types import Outcome, RolloutSpec, Task
 from tests.calls import make_call
 from tests.conftest import OPERATOR_KEY
@@ -177,13 +179,13 @@ async def test_its_trainer_pauses_at_once_watches_the_calls_in_flight_and_resume
     assert (resumed["paused"], resumed["reason"]) == (False, None)
 
 
-async def test_engines_are_registered_once_per_endpoint(http):
-    entries = [{"model": "m", "endpoint": f"http://{host}/v1"} for host in ("a:1", "b:1", "a:1")]
-    made = await http.post("/api/models", json=entries)
-    assert (made.status_code, made.json()[0]) == (201, {"model": "m", "endpoint": "http://a:1/v1", "version": 0})
-    await http.post("/api/models", json=[{**entries[0], "version": 4}])
-    known = (await http.get("/api/models")).json()
-    assert [(model["endpoint"], model["version"]) for model in known] == [("http://a:1/v1", 4), ("http://b:1/v1", 0)]
-    assert (await http.post("/api/models", json={"model": "m"})).status_code == 422
-    assert (await http.delete("/api/models")).json() == {"status": "ok"}
-    assert (await http.get("/api/models")).json() == []
+async def test_engines_are_registered_once_per_endpoint(http, engine):
+    async with Server(engine_app(engine, encode=list, decode=str)) as one:
+        entries = [{"model": "m", "endpoint": f"{one.url}/v1"} for _ in range(2)]
+        made = await http.post("/api/models", json=entries)
+        assert (made.status_code, made.json()[0]) == (201, {**entries[0], "version": 0})
+        await http.post("/api/models", json=[{**entries[0], "version": 4}])
+        assert (await http.get("/api/models")).json() == [{**entries[0], "version": 4}]
+        assert (await http.post("/api/models", json={"model": "m"})).status_code == 422
+        assert (await http.delete("/api/models")).json() == {"status": "ok"}
+        assert (await http.get("/api/models")).json() == []

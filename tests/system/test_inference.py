@@ -314,6 +314,22 @@ async def test_call_after_the_end_of_its_attempt_is_refused_once(agent, store):
     assert len(await store.events(RolloutId("r1"), event_type="late.call")) == 1
 
 
+@pytest.mark.parametrize("end", ["finish", "cancel", "delete"])
+async def test_conversation_is_dropped_from_memory_when_its_rollout_ends(agent, gateway, end):
+    await ask(agent, [user("say Hi")])
+    kept = gateway.services.conversations._attempts
+    assert list(kept) == ["r1"]
+    headers = {"authorization": f"Bearer {OPERATOR_KEY}"}
+    one = f"{gateway.url}/api/rollouts/r1"
+    async with httpx.AsyncClient(headers=headers, trust_env=False) as http:
+        if end == "finish":
+            answer = await http.post(f"{one}/attempt/0/finish", json={"outcome": "ok"})
+        else:
+            answer = await (http.post(f"{one}/cancel") if end == "cancel" else http.delete(one))
+    assert answer.is_success
+    assert list(kept) == []
+
+
 async def test_client_that_goes_away_ends_the_generation(engine, agent, store):
     await engine.pause()
     with pytest.raises(openai.APITimeoutError):

@@ -9,7 +9,7 @@ Invariants: the log-probabilities are those of softmax(logits / temperature) of 
 sampled it.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -89,7 +89,7 @@ class EngineInfo:
 class Engine(Protocol):
     """An inference engine; implementations: local (torch), scripted, upstream (HTTP)."""
 
-    def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> AsyncIterator[Chunk]:
+    def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> AsyncGenerator[Chunk, None]:
         """Sample an answer. Raises ContextOverflowError at the first step if the prompt leaves no room for one token,
         EngineError if the engine fails."""
         ...
@@ -115,7 +115,7 @@ class Engine(Protocol):
         ...
 
 
-async def collect(chunks: AsyncIterator[Chunk]) -> Generation:
+async def collect(chunks: AsyncGenerator[Chunk, None]) -> Generation:
     """Read a generation to its end. Raises EngineError if it ends without a finish reason."""
     ids: list[int] = []
     logprobs: list[float] = []

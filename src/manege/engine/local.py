@@ -11,7 +11,7 @@ import asyncio
 import random
 import threading
 from collections import defaultdict, deque
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -82,7 +82,7 @@ class LocalEngine:
         self._thread = threading.Thread(target=self._work, name="manege-engine", daemon=True)
         self._thread.start()
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> AsyncIterator[Chunk]:
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> AsyncGenerator[Chunk, None]:
         """See Engine. A prompt that is empty or has ids outside the vocabulary is a ProtocolError."""
         sequence = self._new_sequence(prompt_ids, sampling)
         with self._wake:

@@ -7,7 +7,7 @@ carries the version of the moment. The log-probability of a token is a fixed fun
 
 import asyncio
 import zlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from manege.engine.base import Chunk, EngineInfo, Sampling, Weights
 from manege.errors import ContextOverflowError, EngineError
@@ -64,7 +64,7 @@ class ScriptedEngine:
         self.num_running = 0
         self._stats = {"prefilled": 0.0, "sampled": 0.0}
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> AsyncIterator[Chunk]:
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> AsyncGenerator[Chunk, None]:
         room = self._context_limit - len(prompt_ids)
         if room < 1:
             raise ContextOverflowError(

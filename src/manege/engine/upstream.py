@@ -8,7 +8,7 @@ temperature), and with `VLLM_SERVER_DEV_MODE=1`, or its weights cannot change.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import aiohttp
@@ -32,19 +32,19 @@ _CONNECT_S = 10.0
 class UpstreamEngine:
     """See `engine.base.Engine`."""
 
-    def __init__(self, url: str) -> None:
-        """`url`: root of the server, without `/v1`."""
+    def __init__(self, url: str, *, version: int = 0) -> None:
+        """`url`: root of the server, with or without `/v1`. `version`: of its weights, until the server says."""
         self._url = url.rstrip("/").removesuffix("/v1")
         self._session: aiohttp.ClientSession | None = None
         self._model: str | None = None
         self._context_limit = 0
-        self._version = PolicyVersion(0)
+        self._version = PolicyVersion(version)
         self._has_generate = True
         self._num_running = 0
         self._requests: set[asyncio.Task[tuple[int, bytes]]] = set()
         self._closed = False
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> AsyncIterator[Chunk]:
+    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> AsyncGenerator[Chunk, None]:
         if self._model is None:
             await self._read_model()
         room = self._context_limit - len(prompt_ids)
@@ -58,14 +58,21 @@ class UpstreamEngine:
             body = await self._ask(list(prompt_ids), params)
         finally:
             self._num_running -= 1
-        for chunk in _chunks(body, self._version):
+        try:
+            chunks = _chunks(body, self._version)
+        except (LookupError, TypeError, ValueError) as error:
+            raise EngineError(f"{self._url} answered in a shape that is not vLLM's: {error!r}") from error
+        for chunk in chunks:
             yield chunk
 
     async def pause(self) -> None:
         await self._call("POST", "/pause?mode=keep")
 
     async def resume(self) -> None:
-        await self._call("POST", "/resume")
+        status, reply = await self._send("POST", "/resume")
+        # A server that cannot pause (vLLM without VLLM_SERVER_DEV_MODE) need not resume.
+        if status != 404:
+            _checked(status, reply, f"{self._url}/resume")
 
     async def load(self, weights: Weights, version: PolicyVersion) -> None:
         if weights.folder is None:
@@ -97,11 +104,16 @@ class UpstreamEngine:
             await self._session.close()
 
     async def _read_model(self) -> None:
-        models = (await self._call("GET", "/v1/models"))["data"]
-        info = await self._call("GET", "/weight_info")
-        self._version = _number(info.get("weight_version"), self._version)
-        self._context_limit = models[0]["max_model_len"]
-        self._model = models[0]["id"]
+        models = await self._call("GET", "/v1/models")
+        status, reply = await self._send("GET", "/weight_info")
+        try:
+            if status != 404:
+                info = _checked(status, reply, f"{self._url}/weight_info")
+                self._version = _number(info.get("weight_version"), self._version)
+            model = models["data"][0]
+            self._context_limit, self._model = int(model["max_model_len"]), str(model["id"])
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise EngineError(f"{self._url}/v1/models answered in a shape that is not vLLM's: {error!r}") from error
 
     async def _ask(self, prompt_ids: list[int], params: dict[str, Any]) -> JsonObject:
         if self._has_generate:

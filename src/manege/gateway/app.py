@@ -10,6 +10,7 @@ from starlette.applications import Starlette
 
 from manege.engine.base import Engine
 from manege.gateway.auth import Auth
+from manege.gateway.continuation import Conversations
 from manege.gateway.events import event_routes
 from manege.gateway.feed import Feed
 from manege.gateway.hold import Gate
@@ -18,6 +19,7 @@ from manege.gateway.inference import inference_routes
 from manege.gateway.leases import lease_routes
 from manege.gateway.metrics import Counters
 from manege.gateway.models import model_routes
+from manege.gateway.pool import EnginePool
 from manege.gateway.proxy import proxy_routes
 from manege.gateway.rollouts import rollout_routes
 from manege.gateway.runs import run_routes
@@ -39,14 +41,16 @@ def create_app(
     clock: Callable[[], float] = time.time,
 ) -> Starlette:
     """Called inside the event loop that will serve it. `app.state.services` holds the parts."""
+    pool = EnginePool(engine, store)
     services = Services(
         store=store,
-        engine=engine,
+        engine=pool,
         renderer=renderer,
         auth=Auth(operator_key=operator_key, store=store, clock=clock),
-        gate=Gate(engine),
+        gate=Gate(pool),
         feed=Feed(),
         counters=Counters(),
+        conversations=Conversations(store),
         settings=RunSettings(store),
         model_name=model_name,
         context_limit=context_limit,

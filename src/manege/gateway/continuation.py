@@ -7,7 +7,7 @@ arguments, reasoning that was not sent back. An answer that carries a tool-call 
 harness left out its text. Anything else that was edited is another conversation, with no parent.
 
 The index is a cache: it keeps, per call, what the call added (ids as bytes), and is rebuilt from the store when an
-attempt is unknown, after a restart or because it was dropped as the least recently used one.
+attempt is unknown, after a restart or because it was dropped: at the end of its rollout, or as the least recently used.
 
 Concurrency: one event loop; no await stands between a look-up and its use.
 """
@@ -28,8 +28,8 @@ from manege.types import Call, CallId, Delivered, IntArray, JsonObject, RolloutI
 
 __all__ = ["Conversation", "Conversations", "Prompt"]
 
-MAX_ATTEMPTS = 1024
-"""Attempts whose conversations are kept in memory, at 4 bytes per token: more than run at once on one gateway."""
+MAX_ROLLOUTS = 1024
+"""Rollouts whose conversations are kept in memory, at 4 bytes per token: more than run at once on one gateway."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,26 +153,39 @@ class Conversation:
 
 
 class Conversations:
-    """The conversations of all attempts that are active."""
+    """The conversation of the last attempt of each rollout that is active."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._attempts: OrderedDict[tuple[RolloutId, int], Conversation] = OrderedDict()
+        self._attempts: OrderedDict[RolloutId, tuple[int, Conversation]] = OrderedDict()
 
     async def of(self, rollout_id: RolloutId, attempt: int) -> Conversation:
         """The conversation of an attempt, read from the store if it is not in memory."""
-        name = rollout_id, attempt
-        if name not in self._attempts:
+        if self._get(rollout_id, attempt) is None:
             rebuilt = Conversation()
             for call in (await self._store.calls([rollout_id])).get(rollout_id, ()):
                 if call.attempt == attempt and call.protocol == "chat" and call.delivered is not Delivered.NO:
                     rebuilt.add(call)
             # Whoever was first while we read has newer calls already.
-            self._attempts.setdefault(name, rebuilt)
-            if len(self._attempts) > MAX_ATTEMPTS:
+            if self._get(rollout_id, attempt) is None:
+                self._attempts[rollout_id] = attempt, rebuilt
+            if len(self._attempts) > MAX_ROLLOUTS:
                 self._attempts.popitem(last=False)
-        self._attempts.move_to_end(name)
-        return self._attempts[name]
+        self._attempts.move_to_end(rollout_id)
+        return self._attempts[rollout_id][1]
+
+    def forget_call(self, call: Call) -> None:
+        """Take back an answer that the agent did not get."""
+        if conversation := self._get(call.rollout_id, call.attempt):
+            conversation.forget(call)
+
+    def forget(self, rollout_id: RolloutId) -> None:
+        """A rollout has ended."""
+        self._attempts.pop(rollout_id, None)
+
+    def _get(self, rollout_id: RolloutId, attempt: int) -> Conversation | None:
+        known, conversation = self._attempts.get(rollout_id, (None, None))
+        return conversation if known == attempt else None
 
 
 def _hash(before: bytes, value: object) -> bytes:

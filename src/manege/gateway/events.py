@@ -1,6 +1,7 @@
 """Routes of a rollout's log: agents and operators append, operators read (in Agent Lightning's shapes).
 
-An agent may not write what only we may say (`model_request`, `late.*`, `policy.*`), and a reward only where the run
+An agent may not write what only we may say (`model_request`, `late.*`, `policy.*`,
+`engine.*`), and a reward only where the run
 lets its agents judge themselves.
 """
 
@@ -22,7 +23,7 @@ __all__ = ["event_routes"]
 
 MAX_EVENT_BYTES = 1024 * 1024
 """Logs are for people; large results belong into files."""
-OUR_EVENTS = ("model_request", "late.", "policy.")
+OUR_EVENTS = ("model_request", "late.", "policy.", "engine.")
 
 
 class _NewEvent(BaseModel):
@@ -73,10 +74,12 @@ class _Events:
         """A rollout's log, by `event_type`; `?format=triplet` gives prompt, response and reward per call."""
         rollout_id = RolloutId(request.path_params["rollout_id"])
         rollout = await self._services.store.get_rollout(rollout_id)
-        events = await self._services.store.events(rollout_id)
-        calls = (await self._services.store.calls([rollout_id]))[rollout_id]
-        views = lightning.events_view(rollout, events, calls, self._services.model_name)
         wanted = request.query_params.get("event_type")
+        events = await self._services.store.events(rollout_id)
+        calls = (
+            (await self._services.store.calls([rollout_id]))[rollout_id] if wanted in (None, "model_request") else ()
+        )
+        views = lightning.events_view(rollout, events, calls, self._services.model_name)
         views = [view for view in views if wanted in (None, view["event_type"])]
         return answer(lightning.triplets(views) if request.query_params.get("format") == "triplet" else views)
 

@@ -18,7 +18,7 @@ from manege.errors import ConflictError, EngineError, ManegeError, NotFoundError
 from manege.gateway.admission import admit
 from manege.gateway.auth import AgentIdentity
 from manege.gateway.capture import answer_message, new_call, reply_to
-from manege.gateway.continuation import Conversation, Conversations, Prompt
+from manege.gateway.continuation import Conversation, Prompt
 from manege.gateway.services import Services
 from manege.logs import get_logger, kv
 from manege.protocols.base import InvalidRequest, ModelRequest, WireProtocol
@@ -39,10 +39,9 @@ _log = get_logger("gateway")
 
 def inference_routes(services: Services) -> list[Route]:
     """Model routes, each by the key alone (`/v1/...`) and by the long path of Agent Lightning."""
-    conversations = Conversations(services.store)
     endpoints = {
-        "chat/completions": ModelCalls(services, ChatCompletions(), conversations),
-        "completions": ModelCalls(services, Completions(), conversations),
+        "chat/completions": ModelCalls(services, ChatCompletions()),
+        "completions": ModelCalls(services, Completions()),
     }
     routes: list[Route] = []
     for prefix in ("", PREFIX):
@@ -54,10 +53,9 @@ def inference_routes(services: Services) -> list[Route]:
 class ModelCalls:
     """A model call of an agent, recorded with its tokens before it is answered."""
 
-    def __init__(self, services: Services, protocol: WireProtocol, conversations: Conversations) -> None:
+    def __init__(self, services: Services, protocol: WireProtocol) -> None:
         self._services = services
         self._protocol = protocol
-        self._conversations = conversations
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
@@ -84,7 +82,7 @@ class ModelCalls:
         services = self._services
         created_s = services.clock()
         limits = await services.settings.sampling(identity.rollout.spec.run)
-        conversation = await self._conversations.of(identity.rollout_id, identity.attempt)
+        conversation = await services.conversations.of(identity.rollout_id, identity.attempt)
         prompt = _prompt(request, conversation, services.renderer)
         admitted = admit(
             request.sampling,
@@ -147,7 +145,7 @@ class ModelCalls:
         """After the answer, so that the agent does not wait for it."""
         try:
             if not delivered:
-                (await self._conversations.of(call.rollout_id, call.attempt)).forget(call)
+                self._services.conversations.forget_call(call)
             await self._services.store.set_delivered(call.id, Delivered.YES if delivered else Delivered.NO)
         except NotFoundError as error:
             # The rollout was deleted between the answer and this note.

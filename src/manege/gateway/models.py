@@ -1,24 +1,17 @@
-"""Routes of the engine registry, in Agent Lightning's shapes; one entry per model and endpoint, kept in the store."""
+"""Routes of the engine registry, in Agent Lightning's shapes; what they do is in `pool.py`."""
 
-from pydantic import BaseModel, TypeAdapter
+from pydantic import TypeAdapter
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from manege.gateway.http import answer, read_json, validated
+from manege.gateway.pool import Registration
 from manege.gateway.services import Services
 
 __all__ = ["model_routes"]
 
-
-class _Model(BaseModel):
-    model: str
-    endpoint: str
-    version: int = 0
-
-
-_MODELS = TypeAdapter(list[_Model])
-_KEY = "models"
+_REGISTRATIONS = TypeAdapter(list[Registration])
 
 
 def model_routes(services: Services) -> list[Route]:
@@ -33,21 +26,19 @@ def model_routes(services: Services) -> list[Route]:
 
 class _Models:
     def __init__(self, services: Services) -> None:
-        self._store = services.store
+        self._engine = services.engine
 
     async def register(self, request: Request) -> Response:
-        """Note an inference endpoint."""
-        added = [model.model_dump() for model in validated(_MODELS, await read_json(request))]
-        known = await self._store.get_value(_KEY) or []
-        merged = {(model["model"], model["endpoint"]): model for model in [*known, *added]}
-        await self._store.set_value(_KEY, list(merged.values()))
+        """Serve model calls by these engines (`model`, `endpoint`, `version`), from now on; each is tried first."""
+        added = validated(_REGISTRATIONS, await read_json(request))
+        await self._engine.register(added)
         return answer(added, 201)
 
     async def list(self, _request: Request) -> Response:
-        """Endpoints that were noted."""
-        return answer(await self._store.get_value(_KEY) or [])
+        """The engines that were registered."""
+        return answer(self._engine.registrations)
 
     async def clear(self, _request: Request) -> Response:
-        """Forget them."""
-        await self._store.set_value(_KEY, [])
+        """Forget them when their calls have ended; the gateway's own engine serves again."""
+        await self._engine.clear()
         return answer({"status": "ok"})

@@ -17,7 +17,7 @@ from manege.gateway.http import answer, read_json, read_object, validated
 from manege.gateway.services import Services
 from manege.store.base import TerminalPage
 from manege.store.codec import SPECS, encode_call
-from manege.types import JsonObject, Outcome, Rollout, RolloutId, RolloutSpec, RolloutState, RunId
+from manege.types import TERMINAL, JsonObject, Outcome, Rollout, RolloutId, RolloutSpec, RolloutState, RunId
 
 __all__ = ["rollout_routes"]
 
@@ -71,6 +71,7 @@ class _Rollouts:
     def __init__(self, services: Services) -> None:
         self._store = services.store
         self._feed = services.feed
+        self._conversations = services.conversations
 
     async def create(self, request: Request) -> Response:
         """Queue one rollout (Agent Lightning's shape); an id that exists is answered as it is."""
@@ -131,12 +132,12 @@ class _Rollouts:
         patch = validated(lightning.PATCH, await read_object(request)).status
         rollout = await self._store.get_rollout(_rollout_id(request))
         if patch is not None and patch.state is not None:
-            rollout = await self._report(rollout, patch)
-            self._feed.changed()
+            rollout = self._changed(await self._report(rollout, patch))
         return answer(lightning.rollout_view(rollout))
 
     async def delete(self, request: Request) -> Response:
         """Remove a rollout with its calls and events."""
+        self._conversations.forget(_rollout_id(request))
         try:
             await self._store.delete_rollout(_rollout_id(request))
         except NotFoundError:
@@ -145,9 +146,7 @@ class _Rollouts:
 
     async def cancel(self, request: Request) -> Response:
         """End a rollout at once; its key is dead, its controller kills the agent."""
-        rollout = await self._store.cancel(_rollout_id(request))
-        self._feed.changed()
-        return answer(rollout)
+        return answer(self._changed(await self._store.cancel(_rollout_id(request))))
 
     async def finish(self, request: Request) -> Response:
         """End an attempt with its outcome, reward and evidence; an infrastructure failure may queue another one."""
@@ -160,14 +159,19 @@ class _Rollouts:
             message=body.message,
             evidence=body.evidence,
         )
-        self._feed.changed()
-        return answer(rollout)
+        return answer(self._changed(rollout))
 
     async def calls(self, request: Request) -> Response:
         """The model calls of the last attempts of some rollouts, with their tokens."""
         wanted = validated(_ROLLOUT_IDS, await read_object(request)).rollout_ids
         found = await self._store.calls(wanted)
         return answer({"calls": {key: [encode_call(call) for call in calls] for key, calls in found.items()}})
+
+    def _changed(self, rollout: Rollout) -> Rollout:
+        self._feed.changed()
+        if rollout.state in TERMINAL:
+            self._conversations.forget(rollout.spec.id)
+        return rollout
 
     async def _report(self, rollout: Rollout, patch: lightning.StatusPatch) -> Rollout:
         """What Agent Lightning's controller saw: it starts rollouts without a lease and reports how they ended."""

@@ -106,11 +106,17 @@ class GatewayServer(Server):
         """The parts of the gateway."""
         return self.app.state.services
 
+    async def start(self) -> None:
+        """With the engines that were registered before."""
+        await self.services.engine.restore()
+        await super().start()
+
     async def stop(self) -> None:
         """Safe to repeat."""
         self.services.feed.close()
         self.services.gate.close()
         await super().stop()
+        await self.services.engine.close()
 
 
 class _Uvicorn(uvicorn.Server):

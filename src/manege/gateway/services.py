@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from pydantic import ValidationError
 
 from manege.config import SamplingConfig
-from manege.engine.base import Engine
 from manege.errors import NotFoundError
 from manege.gateway.auth import Auth
+from manege.gateway.continuation import Conversations
 from manege.gateway.feed import Feed
 from manege.gateway.hold import Gate
 from manege.gateway.metrics import Counters
+from manege.gateway.pool import EnginePool
 from manege.rendering.base import Renderer
 from manege.store.base import Store
 from manege.types import RunId
@@ -55,7 +56,7 @@ class Services:
     """The parts of one gateway."""
 
     store: Store
-    engine: Engine
+    engine: EnginePool
     renderer: Renderer
     auth: Auth
     gate: Gate
@@ -63,6 +64,7 @@ class Services:
     feed: Feed
     """Wakes long polls after writes."""
     counters: Counters
+    conversations: Conversations
     settings: RunSettings
     model_name: str
     """Answered as `model`, whatever the caller asked for."""
