@@ -192,8 +192,12 @@ async def test_weights_are_read_from_a_folder(start, model, folder, tmp_path):
     await engine.resume()
     ids = prompt(30)
     assert_agrees(trained, ids, await collect(engine.generate(ids, Sampling(max_new_tokens=8))))
-    with pytest.raises(ModelError, match="has no"):
-        await engine.load(Weights(kind="folder", folder=str(tmp_path)), PolicyVersion(2))
+    for weights, error, reason in (
+        (Weights(kind="folder", folder=str(tmp_path)), ModelError, "has no"),
+        (Weights(kind="tape"), EngineError, "'tape' have no folder"),
+    ):
+        with pytest.raises(error, match=reason):
+            await engine.load(weights, PolicyVersion(2))
     assert (await engine.info()).version == 1
 
 

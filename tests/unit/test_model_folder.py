@@ -49,6 +49,13 @@ def test_two_processes_convert_smollm2_at_once_and_leave_one_whole_model(tmp_pat
     assert [str(made) for made in (tmp_path / "models").iterdir()] == [path]
 
 
+def test_a_cache_that_cannot_be_written_is_named(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("MANEGE_CACHE", str(tmp_path / "file"))
+    with pytest.raises(ModelError, match=r"cannot write .*file/models.*set MANEGE_CACHE"):
+        open_folder("smollm2")
+
+
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "tokenizer_config.json"])
 def test_a_missing_file_is_named(folder, name):
     (folder / name).unlink()
@@ -97,7 +104,7 @@ def test_a_path_that_is_neither_folder_nor_name_is_refused():
         open_folder("/no/such/model")
 
 
-def test_a_hub_name_that_cannot_be_fetched_is_refused(monkeypatch, tmp_path):
+def test_a_hub_name_that_cannot_be_fetched_is_refused(tmp_path):
     # An offline hub client, whatever the network: the answer must be ours, not a traceback of the hub's.
     code = (
         "from manege.model.folder import open_folder\n"

@@ -50,12 +50,16 @@ class KvCache:
         self._model = model
         self._max_tokens = max_tokens
         self._clock = 0
-        self.drop()
+        self.capacity = min(_FIRST_CAPACITY, max_tokens)
+        self.pool_RL2TKD = self._allocate(self.capacity)
+        self.rows = self._fresh_rows()
 
     def drop(self) -> None:
         """Forget everything: the weights have changed."""
-        self.capacity = min(_FIRST_CAPACITY, self._max_tokens)
-        self.pool_RL2TKD = self._allocate(self.capacity)
+        first = min(_FIRST_CAPACITY, self._max_tokens)
+        if self.capacity != first:
+            self.capacity = first
+            self.pool_RL2TKD = self._allocate(first)
         self.rows = self._fresh_rows()
 
     def grow(self, num_tokens: int) -> list[Row]:

@@ -133,22 +133,28 @@ class LocalEngine:
         await asyncio.to_thread(self._thread.join)
 
     def _new_sequence(self, prompt_ids: Sequence[int], sampling: Sampling) -> _Live:
-        room = self._context_limit - len(prompt_ids)
+        num_prompt = len(prompt_ids)
+        room = self._context_limit - num_prompt
         if room < 1:
             raise ContextOverflowError(
-                f"the prompt has {len(prompt_ids)} tokens and leaves no room for an answer in the context of "
+                f"the prompt has {num_prompt} tokens and leaves no room for an answer in the context of "
                 f"{self._context_limit} tokens; shorten it"
             )
-        buffer = np.empty(len(prompt_ids) + min(room, sampling.max_new_tokens), np.int32)
-        buffer[: len(prompt_ids)] = prompt_ids
-        wrong = [id for id in prompt_ids if not 0 <= id < self._model.vocab_size]
-        if wrong or not prompt_ids:
-            what = f"token id {wrong[0]}, outside the vocabulary of {self._model.vocab_size}" if wrong else "no tokens"
+        ids_P = np.asarray(prompt_ids, np.int64)
+        wrong = ids_P[(ids_P < 0) | (ids_P >= self._model.vocab_size)]
+        if not num_prompt or len(wrong):
+            what = (
+                f"token id {wrong[0]}, outside the vocabulary of {self._model.vocab_size}"
+                if num_prompt
+                else "no tokens"
+            )
             raise ProtocolError(f"the prompt has {what}")
+        buffer = np.empty(num_prompt + min(room, sampling.max_new_tokens), np.int32)
+        buffer[:num_prompt] = ids_P
         return LiveSequence(
             buffer=buffer,
-            num_prompt=len(prompt_ids),
-            num_tokens=len(prompt_ids),
+            num_prompt=num_prompt,
+            num_tokens=num_prompt,
             sampling=sampling,
             rng=self._rng if sampling.seed is None else random.Random(sampling.seed),
             sink=_Reader(asyncio.get_running_loop(), asyncio.Queue()),
@@ -216,9 +222,12 @@ class LocalEngine:
         self._paused = paused
 
     def _load(self, weights: Weights, version: PolicyVersion) -> None:
-        if weights.kind == "folder":
-            assert weights.folder is not None
+        if weights.folder is not None:
             read_weights(self._model, Path(weights.folder))
+        elif weights.kind != "shared":
+            raise EngineError(
+                f"weights of kind {weights.kind!r} have no folder and are not shared; publish one of both"
+            )
         self._batch.restart()
         self._version = version
 

