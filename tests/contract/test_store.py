@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from manege.errors import ConflictError, NotFoundError
+from manege.store.base import Ending
 from manege.store.sql import SqlStore
 from manege.types import Delivered, Event, Outcome, RolloutSpec, RolloutState, Task
 from tests.calls import make_call
@@ -46,7 +47,8 @@ async def running(store, *names, **changes):
 
 
 async def finish(store, name, attempt=0, outcome=Outcome.OK, reward=None, message=None, evidence=None):
-    return await store.finish(name, attempt, outcome=outcome, reward=reward, message=message, evidence=evidence or {})
+    ending = Ending(outcome=outcome, reward=reward, message=message, evidence=evidence or {})
+    return await store.finish(name, attempt, ending)
 
 
 def reward_event(name, value, attempt=0):

@@ -16,6 +16,7 @@ from manege.gateway.app import create_app
 from manege.gateway.server import GatewayServer
 from manege.model.folder import open_folder
 from manege.rendering.select import renderer_for
+from manege.store.base import Ending
 from manege.types import Delivered, FinishReason, Outcome, RolloutId, RolloutSpec, RunId, Task
 from tests.conftest import OPERATOR_KEY
 
@@ -307,7 +308,7 @@ async def test_wrong_key_is_refused_in_openais_shape(sdk, rollout):
 
 
 async def test_call_after_the_end_of_its_attempt_is_refused_once(agent, store):
-    await store.finish(RolloutId("r1"), 0, outcome=Outcome.OK, reward=1.0, message=None, evidence={})
+    await store.finish(RolloutId("r1"), 0, Ending(outcome=Outcome.OK, reward=1.0))
     with pytest.raises(openai.ConflictError, match="is over"):
         await ask(agent, [user("say Hi")])
     # The SDK did not try again.

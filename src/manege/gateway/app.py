@@ -25,14 +25,14 @@ from manege.gateway.rollouts import rollout_routes
 from manege.gateway.runs import run_routes
 from manege.gateway.services import RunSettings, Services
 from manege.rendering.base import Renderer
-from manege.store.base import Store
+from manege.store.sql import SqlStore
 
 __all__ = ["create_app"]
 
 
 def create_app(
     *,
-    store: Store,
+    store: SqlStore,
     engine: Engine,
     renderer: Renderer,
     operator_key: str,

@@ -21,7 +21,7 @@ from starlette.responses import Response
 
 from manege.errors import ConfigError, ConflictError, ForbiddenError, ManegeError, NotFoundError
 from manege.gateway.http import read_json
-from manege.store.base import Store
+from manege.store.sql import SqlStore
 from manege.types import TERMINAL, Event, Rollout, RolloutId
 
 __all__ = ["AgentIdentity", "Auth", "operator_key"]
@@ -55,7 +55,7 @@ class AgentIdentity:
 class Auth:
     """Checks the keys of one gateway."""
 
-    def __init__(self, *, operator_key: str, store: Store, clock: Callable[[], float]) -> None:
+    def __init__(self, *, operator_key: str, store: SqlStore, clock: Callable[[], float]) -> None:
         if not operator_key:
             raise ConfigError("the operator key is empty; leave it out to have one made")
         self._operator_key = operator_key.encode()

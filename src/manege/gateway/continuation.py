@@ -23,7 +23,7 @@ import orjson
 
 from manege.protocols.base import ModelRequest
 from manege.rendering.base import Renderer
-from manege.store.base import Store
+from manege.store.sql import SqlStore
 from manege.types import Call, CallId, Delivered, IntArray, JsonObject, RolloutId
 
 __all__ = ["Conversation", "Conversations", "Prompt"]
@@ -155,7 +155,7 @@ class Conversation:
 class Conversations:
     """The conversation of the last attempt of each rollout that is active."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: SqlStore) -> None:
         self._store = store
         self._attempts: OrderedDict[RolloutId, tuple[int, Conversation]] = OrderedDict()
 

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from manege.engine.base import Engine, Weights
 from manege.errors import ConflictError, UnavailableError
 from manege.logs import get_logger, kv
-from manege.store.base import Store
+from manege.store.sql import SqlStore
 from manege.types import PolicyVersion
 
 __all__ = ["HOLD_S", "Gate"]
@@ -83,7 +83,7 @@ class Gate:
                 if not self.paused:
                     self._open.set()
 
-    async def publish(self, store: Store, weights: Weights) -> PolicyVersion:
+    async def publish(self, store: SqlStore, weights: Weights) -> PolicyVersion:
         """Count a new version and load its weights. Raises ConflictError unless the engine is paused."""
         async with self._lock:
             if not self._engine_paused:

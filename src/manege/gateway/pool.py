@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from manege.engine.base import Chunk, Engine, EngineInfo, Sampling, Weights, collect
 from manege.engine.upstream import UpstreamEngine
 from manege.errors import ManegeError, UnprocessableError
-from manege.store.base import Store
+from manege.store.sql import SqlStore
 from manege.types import PolicyVersion
 
 __all__ = ["EnginePool", "Registration"]
@@ -45,7 +45,7 @@ class _Member:
 class EnginePool:
     """See `engine.base.Engine`. Closes what was registered; the engine that it was given belongs to its maker."""
 
-    def __init__(self, engine: Engine, store: Store) -> None:
+    def __init__(self, engine: Engine, store: SqlStore) -> None:
         self._given = _Member(engine=engine)
         self._store = store
         self._registrations: dict[str, Registration] = {}

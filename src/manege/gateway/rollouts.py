@@ -15,7 +15,7 @@ from manege.errors import ConflictError, NotFoundError, UnprocessableError
 from manege.gateway import lightning
 from manege.gateway.http import answer, read_json, read_object, validated
 from manege.gateway.services import Services
-from manege.store.base import TerminalPage
+from manege.store.base import Ending, TerminalPage
 from manege.store.codec import SPECS, encode_call
 from manege.types import TERMINAL, JsonObject, Outcome, Rollout, RolloutId, RolloutSpec, RolloutState, RunId
 
@@ -151,14 +151,8 @@ class _Rollouts:
     async def finish(self, request: Request) -> Response:
         """End an attempt with its outcome, reward and evidence; an infrastructure failure may queue another one."""
         body = validated(_FINISH, await read_object(request))
-        rollout = await self._store.finish(
-            _rollout_id(request),
-            request.path_params["attempt"],
-            outcome=body.outcome,
-            reward=body.reward,
-            message=body.message,
-            evidence=body.evidence,
-        )
+        ending = Ending(outcome=body.outcome, reward=body.reward, message=body.message, evidence=body.evidence)
+        rollout = await self._store.finish(_rollout_id(request), request.path_params["attempt"], ending)
         return answer(self._changed(rollout))
 
     async def calls(self, request: Request) -> Response:
@@ -180,14 +174,9 @@ class _Rollouts:
             raise ConflictError(f"rollout {rollout.spec.id} is {rollout.state} and cannot become queuing")
         if patch.state == "running":
             return await self._store.start(rollout.spec.id, evidence=evidence)
-        return await self._store.finish(
-            rollout.spec.id,
-            rollout.attempt,
-            outcome=Outcome.OK if patch.state == "succeeded" else Outcome.AGENT_ERROR,
-            reward=None,
-            message=patch.error_message,
-            evidence=evidence,
-        )
+        outcome = Outcome.OK if patch.state == "succeeded" else Outcome.AGENT_ERROR
+        ending = Ending(outcome=outcome, message=patch.error_message, evidence=evidence)
+        return await self._store.finish(rollout.spec.id, rollout.attempt, ending)
 
 
 def _rollout_id(request: Request) -> RolloutId:

@@ -18,7 +18,7 @@ from manege.gateway.hold import Gate
 from manege.gateway.metrics import Counters
 from manege.gateway.pool import EnginePool
 from manege.rendering.base import Renderer
-from manege.store.base import Store
+from manege.store.sql import SqlStore
 from manege.types import RunId
 
 __all__ = ["RunSettings", "Services"]
@@ -27,7 +27,7 @@ __all__ = ["RunSettings", "Services"]
 class RunSettings:
     """Sampling settings per run; the defaults for a run without any (`default`, Agent Lightning's)."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: SqlStore) -> None:
         self._store = store
         self._sampling: dict[RunId, SamplingConfig] = {}
 
@@ -55,7 +55,7 @@ class RunSettings:
 class Services:
     """The parts of one gateway."""
 
-    store: Store
+    store: SqlStore
     engine: EnginePool
     renderer: Renderer
     auth: Auth

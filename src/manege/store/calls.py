@@ -80,12 +80,12 @@ def set_delivered(connection: Connection, call_id: CallId, delivered: Delivered)
 
 def of_rollouts(connection: Connection, rollout_ids: Sequence[RolloutId]) -> Mapping[RolloutId, Sequence[Call]]:
     """The calls of the last attempt of each rollout, in the order in which they were stored."""
-    found: dict[RolloutId, list[Call]] = {rollout_id: [] for rollout_id in rollout_ids}
-    for rollout_id, its_calls in found.items():
+    found: dict[RolloutId, Sequence[Call]] = {}
+    for rollout_id in rollout_ids:
         known: dict[str, Call] = {}
         for row in connection.execute(_OF_ROLLOUT, {"rollout_id": rollout_id}):
             known[row.id] = _to_call(row, known)
-        its_calls += known.values()
+        found[rollout_id] = list(known.values())
     return found
 
 
@@ -106,16 +106,9 @@ def _to_call(row: Row[Any], known: Mapping[str, Call]) -> Call:
     if row.num_shared:
         parent = known[row.parent]
         prompt_ids_P = np.concatenate([parent.prompt_ids_P, parent.response_ids_R, prompt_ids_P])
+    record = {**orjson.loads(row.record), "delivered": row.delivered}
     return make_call(
-        orjson.loads(row.record),
-        call_id=row.id,
-        rollout_id=row.rollout_id,
-        attempt=row.attempt,
-        parent=row.parent,
-        delivered=row.delivered,
-        prompt_ids_P=prompt_ids_P,
-        response_ids_R=ids(row.response),
-        logprobs_R=floats(row.logprobs),
+        record, prompt_ids_P=prompt_ids_P, response_ids_R=ids(row.response), logprobs_R=floats(row.logprobs)
     )
 
 

@@ -4,6 +4,7 @@ Token ids and log-probabilities travel as base64 of little-endian int32 and floa
 """
 
 import base64
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -15,14 +16,12 @@ from manege.errors import ProtocolError
 from manege.store.base import Run, TerminalPage
 from manege.types import (
     Call,
-    CallId,
     Delivered,
     FinishReason,
     FloatArray,
     IntArray,
     JsonObject,
     Rollout,
-    RolloutId,
     RolloutSpec,
     VersionSpan,
 )
@@ -51,6 +50,8 @@ SPECS = TypeAdapter(list[RolloutSpec])
 TERMINAL_PAGE = TypeAdapter(TerminalPage)
 
 _IDS, _FLOATS = np.dtype("<i4"), np.dtype("<f4")
+_ARRAYS = {"prompt_ids_P": _IDS, "response_ids_R": _IDS, "logprobs_R": _FLOATS}
+_RECORD = [each.name for each in fields(Call) if each.name not in _ARRAYS]
 
 
 def dumps(value: Any) -> str:
@@ -72,80 +73,27 @@ def floats(blob: bytes) -> FloatArray:
 
 
 def call_record(call: Call) -> dict[str, Any]:
-    """What a call holds beside its arrays, ids and delivery."""
-    return {
-        "protocol": call.protocol,
-        "mode": call.mode,
-        "spans": [[span.first_token, span.version] for span in call.spans],
-        "temperature": call.temperature,
-        "finish_reason": call.finish_reason,
-        "request": call.request,
-        "reply": call.reply,
-        "overridden": call.overridden,
-        "created_s": call.created_s,
-        "ended_s": call.ended_s,
-    }
+    """What a call holds beside its arrays."""
+    return {name: getattr(call, name) for name in _RECORD}
 
 
-def make_call(
-    record: JsonObject,
-    *,
-    call_id: str,
-    rollout_id: str,
-    attempt: int,
-    parent: str | None,
-    delivered: str,
-    prompt_ids_P: IntArray,
-    response_ids_R: IntArray,
-    logprobs_R: FloatArray,
-) -> Call:
+def make_call(record: JsonObject, **arrays: npt.NDArray[Any]) -> Call:
     """The reverse of `call_record`."""
-    return Call(
-        **{
-            **record,
-            "spans": [VersionSpan(first_token=first, version=version) for first, version in record["spans"]],
-            "finish_reason": FinishReason(record["finish_reason"]),
-        },
-        id=CallId(call_id),
-        rollout_id=RolloutId(rollout_id),
-        attempt=attempt,
-        parent=CallId(parent) if parent is not None else None,
-        delivered=Delivered(delivered),
-        prompt_ids_P=prompt_ids_P,
-        response_ids_R=response_ids_R,
-        logprobs_R=logprobs_R,
-    )
+    typed = {
+        "spans": [VersionSpan(**span) for span in record["spans"]],
+        "finish_reason": FinishReason(record["finish_reason"]),
+        "delivered": Delivered(record["delivered"]),
+    }
+    return Call(**{**record, **typed, **arrays})
 
 
 def encode_call(call: Call) -> dict[str, Any]:
     """A call for the wire."""
-    return {
-        "id": call.id,
-        "rollout_id": call.rollout_id,
-        "attempt": call.attempt,
-        "parent": call.parent,
-        "delivered": call.delivered,
-        "prompt_ids": _base64(call.prompt_ids_P, _IDS),
-        "response_ids": _base64(call.response_ids_R, _IDS),
-        "logprobs": _base64(call.logprobs_R, _FLOATS),
-        "record": call_record(call),
-    }
+    arrays = {name: base64.b64encode(getattr(call, name).astype(kind).tobytes()) for name, kind in _ARRAYS.items()}
+    return {"record": call_record(call), **{name: text.decode() for name, text in arrays.items()}}
 
 
 def decode_call(wire: JsonObject) -> Call:
     """The reverse of `encode_call`."""
-    return make_call(
-        wire["record"],
-        call_id=wire["id"],
-        rollout_id=wire["rollout_id"],
-        attempt=wire["attempt"],
-        parent=wire["parent"],
-        delivered=wire["delivered"],
-        prompt_ids_P=ids(base64.b64decode(wire["prompt_ids"])),
-        response_ids_R=ids(base64.b64decode(wire["response_ids"])),
-        logprobs_R=floats(base64.b64decode(wire["logprobs"])),
-    )
-
-
-def _base64(array: npt.NDArray[Any], dtype: np.dtype[Any]) -> str:
-    return base64.b64encode(array.astype(dtype, copy=False).tobytes()).decode()
+    arrays = {name: np.frombuffer(base64.b64decode(wire[name]), kind) for name, kind in _ARRAYS.items()}
+    return make_call(wire["record"], **arrays)

@@ -14,6 +14,7 @@ import orjson
 from sqlalchemy import Connection, Row, Select, and_, bindparam, delete, insert, select, update
 
 from manege.errors import ConflictError, NotFoundError
+from manege.store.base import Ending
 from manege.store.codec import SPEC, dumps
 from manege.store.tables import calls, counters, events, rollouts
 from manege.types import TERMINAL, TRANSITIONS, JsonObject, Outcome, Rollout, RolloutId, RolloutSpec, RolloutState
@@ -72,22 +73,12 @@ def create(connection: Connection, specs: Sequence[RolloutSpec], now_s: float) -
     """Queue rollouts; an id that exists already is returned as it is."""
     created: list[Rollout] = []
     for spec in specs:
-        known = connection.execute(_GET, {"rollout_id": spec.id}).one_or_none()
-        if not known:
-            connection.execute(
-                insert(rollouts).values(
-                    id=spec.id,
-                    run=spec.run,
-                    spec=dumps(spec),
-                    state=RolloutState.QUEUING,
-                    attempt=0,
-                    evidence="{}",
-                    created_s=now_s,
-                )
-            )
-        created.append(
-            _to_rollout(known) if known else Rollout(spec=spec, state=RolloutState.QUEUING, attempt=0, created_s=now_s)
-        )
+        if known := connection.execute(_GET, {"rollout_id": spec.id}).one_or_none():
+            created.append(_to_rollout(known))
+            continue
+        fresh = {"state": RolloutState.QUEUING, "attempt": 0, "created_s": now_s}
+        connection.execute(insert(rollouts).values(id=spec.id, run=spec.run, spec=dumps(spec), evidence="{}", **fresh))
+        created.append(Rollout(spec=spec, **fresh))
     return created
 
 
@@ -96,7 +87,7 @@ def claim(connection: Connection, controller: str, limit: int, lease_s: float, n
     expired = and_(rollouts.c.state == RolloutState.RUNNING, rollouts.c.lease_until_s < now_s)
     for lost in query(connection, select(rollouts).where(expired).order_by(rollouts.c.seq)):
         message = f"attempt {lost.attempt} was lost: its controller stopped renewing the lease"
-        _end_attempt(connection, lost, Outcome.INFRA_ERROR, None, message, lost.evidence, now_s)
+        _end_attempt(connection, lost, Ending(outcome=Outcome.INFRA_ERROR, message=message), now_s)
     queued = select(rollouts).where(rollouts.c.state == RolloutState.QUEUING).order_by(rollouts.c.seq).limit(limit)
     taken = query(connection, queued)
     for rollout in taken:
@@ -142,21 +133,12 @@ def grant_leases(connection: Connection, now_s: float) -> None:
     )
 
 
-def finish(
-    connection: Connection,
-    rollout_id: RolloutId,
-    attempt: int,
-    outcome: Outcome,
-    reward: float | None,
-    message: str | None,
-    evidence: JsonObject,
-    now_s: float,
-) -> Rollout:
+def finish(connection: Connection, rollout_id: RolloutId, attempt: int, ending: Ending, now_s: float) -> Rollout:
     """End the current attempt. Raises ConflictError for another attempt or a terminal rollout."""
     rollout = get(connection, rollout_id)
     if rollout.attempt != attempt:
         raise ConflictError(f"attempt {attempt} of rollout {rollout_id} is over; the current one is {rollout.attempt}")
-    _end_attempt(connection, rollout, outcome, reward, message, {**rollout.evidence, **evidence}, now_s)
+    _end_attempt(connection, rollout, ending, now_s)
     return get(connection, rollout_id)
 
 
@@ -164,7 +146,7 @@ def cancel(connection: Connection, rollout_id: RolloutId, now_s: float) -> Rollo
     """Terminal at once; a terminal rollout stays as it is."""
     rollout = get(connection, rollout_id)
     if rollout.state not in TERMINAL:
-        _end(connection, rollout, Outcome.CANCELLED, None, "cancelled", rollout.evidence, now_s)
+        _end(connection, rollout, Ending(outcome=Outcome.CANCELLED, message="cancelled"), now_s)
     return get(connection, rollout_id)
 
 
@@ -191,45 +173,17 @@ def count_up(connection: Connection, name: str) -> int:
 def _start(
     connection: Connection, rollout_id: RolloutId, now_s: float, *, controller: str | None, lease_s: float | None
 ) -> None:
-    _set(
-        connection,
-        rollout_id,
-        state=RolloutState.RUNNING,
-        started_s=now_s,
-        controller=controller,
-        lease_s=lease_s,
-        lease_until_s=None if lease_s is None else now_s + lease_s,
-    )
+    lease = {"lease_s": lease_s, "lease_until_s": None if lease_s is None else now_s + lease_s}
+    _set(connection, rollout_id, state=RolloutState.RUNNING, started_s=now_s, controller=controller, **lease)
 
 
-def _end_attempt(
-    connection: Connection,
-    rollout: Rollout,
-    outcome: Outcome,
-    reward: float | None,
-    message: str | None,
-    evidence: JsonObject,
-    now_s: float,
-) -> None:
+def _end_attempt(connection: Connection, rollout: Rollout, ending: Ending, now_s: float) -> None:
     """Another attempt after an infrastructure failure, if one is left; else the end of the rollout."""
-    if (
-        outcome is Outcome.INFRA_ERROR
-        and rollout.state is RolloutState.RUNNING
-        and rollout.attempt + 1 < rollout.spec.max_attempts
-    ):
-        _set(
-            connection,
-            rollout.spec.id,
-            state=RolloutState.QUEUING,
-            attempt=rollout.attempt + 1,
-            message=message,
-            evidence=dumps(evidence),
-            controller=None,
-            lease_s=None,
-            lease_until_s=None,
-        )
+    is_last = rollout.attempt + 1 >= rollout.spec.max_attempts
+    if ending.outcome is Outcome.INFRA_ERROR and rollout.state is RolloutState.RUNNING and not is_last:
+        _leave(connection, rollout, ending, state=RolloutState.QUEUING, attempt=rollout.attempt + 1)
     else:
-        _end(connection, rollout, outcome, reward, message, evidence, now_s)
+        _end(connection, rollout, ending, now_s)
 
 
 def _give_back(connection: Connection, rollout: Rollout, now_s: float) -> None:
@@ -237,18 +191,12 @@ def _give_back(connection: Connection, rollout: Rollout, now_s: float) -> None:
     spec = replace(rollout.spec, max_attempts=rollout.spec.max_attempts + 1)
     _set(connection, spec.id, spec=dumps(spec))
     message = f"attempt {rollout.attempt} was given back: its controller stopped"
-    _end_attempt(connection, replace(rollout, spec=spec), Outcome.INFRA_ERROR, None, message, rollout.evidence, now_s)
+    ending = Ending(outcome=Outcome.INFRA_ERROR, message=message)
+    _end_attempt(connection, replace(rollout, spec=spec), ending, now_s)
 
 
-def _end(
-    connection: Connection,
-    rollout: Rollout,
-    outcome: Outcome,
-    reward: float | None,
-    message: str | None,
-    evidence: JsonObject,
-    now_s: float,
-) -> None:
+def _end(connection: Connection, rollout: Rollout, ending: Ending, now_s: float) -> None:
+    outcome, reward = ending.outcome, ending.reward
     if outcome.state not in TRANSITIONS[rollout.state]:
         raise _refused(rollout, outcome.state)
     if reward is None and outcome.counts and rollout.spec.reward_from == "agent":
@@ -256,20 +204,15 @@ def _end(
     if reward is None:
         reward = outcome.default_reward
     assert reward is None or math.isfinite(reward)
-    _set(
-        connection,
-        rollout.spec.id,
-        state=outcome.state,
-        outcome=outcome,
-        reward=reward,
-        message=message,
-        evidence=dumps(evidence),
-        ended_s=now_s,
-        completion=count_up(connection, "completion"),
-        controller=None,
-        lease_s=None,
-        lease_until_s=None,
-    )
+    completion = count_up(connection, "completion")
+    values = {"outcome": outcome, "reward": reward, "ended_s": now_s, "completion": completion}
+    _leave(connection, rollout, ending, state=outcome.state, **values)
+
+
+def _leave(connection: Connection, rollout: Rollout, ending: Ending, **values: Any) -> None:
+    """Nobody runs it any more."""
+    values |= {"message": ending.message, "evidence": dumps({**rollout.evidence, **ending.evidence})}
+    _set(connection, rollout.spec.id, controller=None, lease_s=None, lease_until_s=None, **values)
 
 
 def _posted_reward(connection: Connection, rollout: Rollout) -> float | None:

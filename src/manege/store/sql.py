@@ -1,8 +1,10 @@
 """The store on a database, through SQLAlchemy Core: SQLite in WAL mode, one writer, readers beside it.
 
-Writes go through the writer (`writer.py`) and return when they are durable; reads run on their own connections in
-threads and see committed data only. The rules of the states are in `rollouts.py`, the form of calls in `calls.py`,
-what only one database knows in `dialect.py`.
+Writes go through the writer (`writer.py`), share commits, and return when they are durable (they survive `kill -9`);
+reads run on their own connections in threads and see committed data only. The rules of the states are in `rollouts.py`,
+since only the database can decide races: a transition that `TRANSITIONS` does not allow, a second terminal state, or a
+write for an attempt that is no longer the current one raises ConflictError. The form of calls is in `calls.py`, what
+only one database knows in `dialect.py`.
 """
 
 import asyncio
@@ -10,16 +12,17 @@ import sqlite3
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import orjson
-from sqlalchemy import Connection, Engine, func, insert, inspect, select, update
+from sqlalchemy import ColumnElement, Connection, Engine, func, insert, inspect, select, update
 from sqlalchemy.exc import DBAPIError
 
 from manege.errors import ConfigError, ManegeError, NotFoundError
 from manege.store import calls, rollouts, tables
-from manege.store.base import Run, TerminalPage
+from manege.store.base import Ending, Run, TerminalPage
 from manege.store.codec import dumps
 from manege.store.dialect import explain, open_engine
 from manege.store.writer import Writer
@@ -29,7 +32,6 @@ from manege.types import (
     Delivered,
     Event,
     JsonObject,
-    Outcome,
     PolicyVersion,
     Rollout,
     RolloutId,
@@ -47,10 +49,10 @@ T = TypeVar("T")
 
 
 class SqlStore:
-    """A `Store`. Made by `open`; belongs to the event loop that opened it."""
+    """Made by `open`; belongs to the event loop that opened it."""
 
     def __init__(self, writing: Engine, reading: Engine, url: str | Path, clock: Callable[[], float]) -> None:
-        self._engines = (writing, reading)
+        self._writing = writing
         self._reading = reading
         self._url = url
         self._clock = clock
@@ -71,57 +73,57 @@ class SqlStore:
         return store
 
     async def close(self) -> None:
+        """Finish pending writes and close. Safe to repeat."""
         await self._writer.close()
         self._readers.shutdown()
-        for engine in self._engines:
-            engine.dispose()
+        self._writing.dispose()
+        self._reading.dispose()
 
     async def put_run(self, run_id: RunId, config: JsonObject) -> Run:
+        """Create or replace the config of a run."""
         now_s = self._clock()
 
         def write(connection: Connection) -> Run:
-            changed = connection.execute(
-                update(tables.runs).where(tables.runs.c.id == run_id).values(config=dumps(config))
-            )
+            table, text = tables.runs, dumps(config)
+            changed = connection.execute(update(table).where(table.c.id == run_id).values(config=text))
             if changed.rowcount == 0:
-                connection.execute(insert(tables.runs).values(id=run_id, config=dumps(config), created_s=now_s))
+                connection.execute(insert(table).values(id=run_id, config=text, created_s=now_s))
             return _get_run(connection, run_id)
 
         return await self._write(write)
 
     async def get_run(self, run_id: RunId) -> Run:
+        """Raises NotFoundError."""
         return await self._read(lambda connection: _get_run(connection, run_id))
 
     async def create_rollouts(self, specs: Sequence[RolloutSpec]) -> Sequence[Rollout]:
+        """Queue rollouts; an id that exists already is returned as it is. All or nothing."""
         return await self._write(lambda connection: rollouts.create(connection, specs, self._clock()))
 
     async def get_rollout(self, rollout_id: RolloutId) -> Rollout:
+        """Raises NotFoundError."""
         return await self._read(lambda connection: rollouts.get(connection, rollout_id))
 
     async def list_rollouts(
         self, *, run: RunId | None = None, state: RolloutState | None = None, limit: int = 50, offset: int = 0
     ) -> Sequence[Rollout]:
+        """Oldest first."""
         table = tables.rollouts
-        statement = select(table).order_by(table.c.seq).limit(limit).offset(offset)
-        if run is not None:
-            statement = statement.where(table.c.run == run)
-        if state is not None:
-            statement = statement.where(table.c.state == state)
+        statement = select(table).where(*_matching(run, state)).order_by(table.c.seq).limit(limit).offset(offset)
         return await self._read(lambda connection: rollouts.query(connection, statement))
 
     async def count_rollouts(self, *, run: RunId | None = None) -> Mapping[RolloutState, int]:
+        """Rollouts per state."""
         table = tables.rollouts
-        statement = select(table.c.state, func.count()).group_by(table.c.state)
-        if run is not None:
-            statement = statement.where(table.c.run == run)
+        statement = select(table.c.state, func.count()).where(*_matching(run)).group_by(table.c.state)
         counts = await self._read(lambda connection: connection.execute(statement).all())
         return dict.fromkeys(RolloutState, 0) | {RolloutState(state): number for state, number in counts}
 
     async def terminal(self, *, run: RunId | None, after: int, limit: int) -> TerminalPage:
+        """Rollouts with completion > after, in that order; none is missed, none comes twice."""
         table = tables.rollouts
-        statement = select(table).where(table.c.completion > after).order_by(table.c.completion).limit(limit)
-        if run is not None:
-            statement = statement.where(table.c.run == run)
+        statement = select(table).where(table.c.completion > after, *_matching(run))
+        statement = statement.order_by(table.c.completion).limit(limit)
 
         def read(connection: Connection) -> TerminalPage:
             found = rollouts.query(connection, statement)
@@ -131,93 +133,88 @@ class SqlStore:
         return await self._read(read)
 
     async def claim(self, *, controller: str, limit: int, lease_s: float) -> Sequence[Rollout]:
+        """Take queued rollouts (oldest first): queuing -> running under a lease of this controller.
+        A running rollout whose lease ran out is taken over as a new attempt; one with no attempt left is finished as
+        infra_error instead."""
         return await self._write(
             lambda connection: rollouts.claim(connection, controller, limit, lease_s, self._clock())
         )
 
     async def start(self, rollout_id: RolloutId, *, evidence: JsonObject) -> Rollout:
+        """queuing -> running without a lease, for a controller that has none (Agent Lightning's).
+        Raises ConflictError."""
         return await self._write(lambda connection: rollouts.start(connection, rollout_id, evidence, self._clock()))
 
     async def renew(self, *, controller: str, rollout_ids: Sequence[RolloutId], lease_s: float) -> Sequence[RolloutId]:
+        """Prolong leases; returns those that this controller has lost (cancelled, taken over or deleted). With 0 s they
+        are given up: back to queuing as a new attempt, which is granted on top of `max_attempts`."""
         return await self._write(
             lambda connection: rollouts.renew(connection, controller, rollout_ids, lease_s, self._clock())
         )
 
-    async def finish(
-        self,
-        rollout_id: RolloutId,
-        attempt: int,
-        *,
-        outcome: Outcome,
-        reward: float | None,
-        message: str | None,
-        evidence: JsonObject,
-    ) -> Rollout:
+    async def finish(self, rollout_id: RolloutId, attempt: int, ending: Ending) -> Rollout:
+        """End an attempt. infra_error with attempts left: back to queuing with attempt + 1. Otherwise the rollout is
+        terminal with `reward`, or the outcome's default when None; with `reward_from = "agent"` the last `reward`
+        event of this attempt stands in for None. Raises ConflictError for another attempt or a terminal rollout."""
         return await self._write(
-            lambda connection: rollouts.finish(
-                connection, rollout_id, attempt, outcome, reward, message, evidence, self._clock()
-            )
+            lambda connection: rollouts.finish(connection, rollout_id, attempt, ending, self._clock())
         )
 
     async def cancel(self, rollout_id: RolloutId) -> Rollout:
+        """Terminal at once, outcome cancelled; a terminal rollout is returned as it is."""
         return await self._write(lambda connection: rollouts.cancel(connection, rollout_id, self._clock()))
 
     async def delete_rollout(self, rollout_id: RolloutId) -> None:
+        """Remove a rollout with its calls and events. Raises NotFoundError."""
         await self._write(lambda connection: rollouts.remove(connection, rollout_id))
 
     async def add_call(self, call: Call) -> None:
+        """Keep a call. The prompt is stored as what it adds to its parent."""
         await self._write(lambda connection: calls.add(connection, call))
 
     async def set_delivered(self, call_id: CallId, delivered: Delivered) -> None:
+        """Note whether the agent got the answer."""
         await self._write(lambda connection: calls.set_delivered(connection, call_id, delivered))
 
     async def calls(self, rollout_ids: Sequence[RolloutId]) -> Mapping[RolloutId, Sequence[Call]]:
+        """The calls of the last attempt of each rollout, in the order in which they were answered."""
         return await self._read(lambda connection: calls.of_rollouts(connection, rollout_ids))
 
     async def add_event(self, event: Event) -> None:
+        """Append to a rollout's log. Raises NotFoundError."""
+
         def write(connection: Connection) -> None:
             rollouts.get(connection, event.rollout_id)
-            connection.execute(
-                insert(tables.events).values(
-                    rollout_id=event.rollout_id,
-                    attempt=event.attempt,
-                    event_type=event.event_type,
-                    data=dumps(event.data),
-                    timestamp_s=event.timestamp_s,
-                )
-            )
+            connection.execute(insert(tables.events).values(**asdict(event) | {"data": dumps(event.data)}))
 
         await self._write(write)
 
     async def events(self, rollout_id: RolloutId, *, event_type: str | None = None) -> Sequence[Event]:
+        """In the order of insertion."""
         table = tables.events
-        statement = select(table).where(table.c.rollout_id == rollout_id).order_by(table.c.seq)
+        columns = [table.c[each.name] for each in fields(Event)]
+        statement = select(*columns).where(table.c.rollout_id == rollout_id).order_by(table.c.seq)
         if event_type is not None:
             statement = statement.where(table.c.event_type == event_type)
-        rows = await self._read(lambda connection: connection.execute(statement).all())
-        return [
-            Event(
-                rollout_id=rollout_id,
-                attempt=row.attempt,
-                event_type=row.event_type,
-                data=orjson.loads(row.data),
-                timestamp_s=row.timestamp_s,
-            )
-            for row in rows
-        ]
+        rows = await self._read(lambda connection: connection.execute(statement).mappings().all())
+        return [Event(**{**row, "data": orjson.loads(row["data"])}) for row in rows]
 
     async def policy_version(self) -> PolicyVersion:
+        """The last published version; 0 before the first."""
         return PolicyVersion(await self._read(lambda connection: rollouts.count(connection, "policy_version")))
 
     async def publish_version(self) -> PolicyVersion:
+        """Count one up, durably, and return it."""
         return PolicyVersion(await self._write(lambda connection: rollouts.count_up(connection, "policy_version")))
 
     async def get_value(self, key: str) -> Any:
+        """A small JSON value of ours (keys, registered models); None when unset."""
         statement = select(tables.settings.c.value).where(tables.settings.c.key == key)
         text = await self._read(lambda connection: connection.execute(statement).scalar())
         return None if text is None else orjson.loads(text)
 
     async def set_value(self, key: str, value: Any) -> None:
+        """Durable, as every write."""
         def write(connection: Connection) -> None:
             table, text = tables.settings, dumps(value)
             changed = connection.execute(update(table).where(table.c.key == key).values(value=text))
@@ -238,6 +235,13 @@ class SqlStore:
                 return operation(connection)
         except DBAPIError as error:
             raise explain(error, self._url) from error
+
+
+def _matching(run: RunId | None, state: RolloutState | None = None) -> list[ColumnElement[bool]]:
+    """None: any."""
+    table = tables.rollouts
+    conditions = [] if run is None else [table.c.run == run]
+    return conditions if state is None else [*conditions, table.c.state == state]
 
 
 def _prepare(engine: Engine, url: str | Path) -> None:

@@ -4,17 +4,7 @@ A rollout's `spec`, `evidence` and other nested values are JSON; what the databa
 its own. `seq` is the order of creation. Token ids are little-endian int32 blobs, log-probabilities float32 blobs.
 """
 
-from sqlalchemy import (
-    Column,
-    Float,
-    Index,
-    Integer,
-    LargeBinary,
-    MetaData,
-    String,
-    Table,
-    Text,
-)
+from sqlalchemy import Column, Float, Index, Integer, LargeBinary, MetaData, String, Table, Text
 
 __all__ = [
     "SCHEMA_VERSION",
@@ -35,18 +25,9 @@ metadata = MetaData()
 schema_version = Table("schema_version", metadata, Column("version", Integer, nullable=False))
 
 counters = Table(
-    "counters",
-    metadata,
-    Column("name", String, primary_key=True),
-    Column("value", Integer, nullable=False),
+    "counters", metadata, Column("name", String, primary_key=True), Column("value", Integer, nullable=False)
 )
-
-settings = Table(
-    "settings",
-    metadata,
-    Column("key", String, primary_key=True),
-    Column("value", Text, nullable=False),
-)
+settings = Table("settings", metadata, Column("key", String, primary_key=True), Column("value", Text, nullable=False))
 
 runs = Table(
     "runs",
