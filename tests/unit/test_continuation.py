@@ -51,7 +51,7 @@ class Agent:
 
     def ask(self, messages, tools=()):
         body = {"messages": messages, **({"tools": list(tools)} if tools else {})}
-        request = ChatCompletions().parse(json.dumps(body).encode())
+        request = ChatCompletions().parse(json.loads(json.dumps(body)))
         return request, self.conversation.prompt(request, self.renderer)
 
     def serve(self, messages, reply, tools=(), response=None):

@@ -15,7 +15,7 @@ CALL = {"id": "c1", "type": "function", "function": {"name": "bash", "arguments"
 
 
 def parse(protocol, **body):
-    return protocol.parse(json.dumps(body).encode())
+    return protocol.parse(json.loads(json.dumps(body)))
 
 
 def chat(**body):
@@ -121,13 +121,6 @@ def test_what_cannot_be_done_is_refused_by_name(make, body, param):
     assert caught.value.param == param
     error = ChatCompletions().error(caught.value)["error"]
     assert error == {"message": str(caught.value), "type": "invalid_request_error", "param": param, "code": None}
-
-
-@pytest.mark.parametrize("body", [b"[]", b'"x"', b"{", b'{"a": "\xff"}', b""])
-@pytest.mark.parametrize("protocol", [ChatCompletions(), Completions()])
-def test_body_that_is_no_json_object_is_refused(protocol, body):
-    with pytest.raises(InvalidRequest, match="the body is"):
-        protocol.parse(body)
 
 
 @pytest.mark.parametrize(

@@ -11,15 +11,14 @@ New weights take effect with their version: `reload_weights` notes the folder, `
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
-import orjson
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from manege.engine.base import Engine, Generation, Sampling, Weights, collect
-from manege.engine.connection import ClientGone, Connection
-from manege.errors import ManegeError, ProtocolError
+from manege.errors import ProtocolError
+from manege.http import Connection, answer, error_handlers, read_object
 from manege.types import JsonObject, PolicyVersion
 
 __all__ = ["engine_app"]
@@ -47,9 +46,9 @@ def engine_app(
         "/is_paused": server.is_paused,
         "/weight_info": server.weight_info,
     }
-    handlers = [(path, handler, "POST") for path, handler in posts.items()]
-    handlers += [(path, handler, "GET") for path, handler in gets.items()]
-    return Starlette(routes=[Route(path, _guarded(handler), methods=[method]) for path, handler, method in handlers])
+    routes = [Route(path, _answering(handler), methods=["POST"]) for path, handler in posts.items()]
+    routes += [Route(path, _answering(handler), methods=["GET"]) for path, handler in gets.items()]
+    return Starlette(routes=routes, exception_handlers=error_handlers)
 
 
 class _Server:
@@ -62,7 +61,7 @@ class _Server:
         self._weights: Weights | None = None
 
     async def generate(self, request: Request) -> JsonObject:
-        body = await _body(request)
+        body = await read_object(request)
         prompt = _field(body, "token_ids", list)
         generation = await self._run(request, prompt, body.get("sampling_params") or {})
         content = [
@@ -73,7 +72,7 @@ class _Server:
         return {"request_id": body.get("request_id"), "choices": [choice], "usage": _usage(prompt, generation)}
 
     async def completions(self, request: Request) -> JsonObject:
-        body = await _body(request)
+        body = await read_object(request)
         prompt = body.get("prompt")
         prompt = self._encode(prompt) if isinstance(prompt, str) else _field(body, "prompt", list)
         generation = await self._run(request, prompt, body)
@@ -101,7 +100,7 @@ class _Server:
         return {"is_paused": (await self._engine.info()).paused}
 
     async def collective_rpc(self, request: Request) -> JsonObject:
-        body = await _body(request)
+        body = await read_object(request)
         if body.get("method") != "reload_weights":
             raise ProtocolError(f"method {body.get('method')!r} is not supported; only reload_weights is")
         self._weights = Weights(kind="folder", folder=_field(_field(body, "kwargs", dict), "weights_path", str))
@@ -112,7 +111,7 @@ class _Server:
         return {}
 
     async def update_weight_version(self, request: Request) -> JsonObject:
-        body = await _body(request)
+        body = await read_object(request)
         if self._weights is None:
             raise ProtocolError("no weights to load: POST /collective_rpc with reload_weights first")
         version = _field(body, "new_version", str)
@@ -140,31 +139,11 @@ class _Server:
             return await connection.run(collect(self._engine.generate(prompt_ids, sampling)))
 
 
-def _guarded(handler: Callable[[Request], Coroutine[Any, Any, JsonObject]]) -> Callable[[Request], Any]:
+def _answering(handler: Callable[[Request], Coroutine[Any, Any, JsonObject]]) -> Callable[[Request], Any]:
     async def endpoint(request: Request) -> Response:
-        try:
-            return _json(await handler(request))
-        except (ClientGone, ClientDisconnect):
-            return Response(status_code=499)
-        except ManegeError as error:
-            body = {"error": {"message": str(error), "type": error.code, "code": error.status}}
-            return _json(body, status=error.status)
+        return answer(await handler(request))
 
     return endpoint
-
-
-def _json(body: JsonObject, *, status: int = 200) -> Response:
-    return Response(orjson.dumps(body), status_code=status, media_type="application/json")
-
-
-async def _body(request: Request) -> JsonObject:
-    try:
-        body = orjson.loads(await request.body())
-    except orjson.JSONDecodeError as error:
-        raise ProtocolError(f"the body is not valid JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise ProtocolError(f"the body is a JSON {type(body).__name__}; send an object")
-    return body
 
 
 def _field(body: JsonObject, key: str, kind: type[T]) -> T:

@@ -14,7 +14,6 @@ from manege.gateway.continuation import Conversations
 from manege.gateway.events import event_routes
 from manege.gateway.feed import Feed
 from manege.gateway.hold import Gate
-from manege.gateway.http import error_handlers
 from manege.gateway.inference import inference_routes
 from manege.gateway.leases import lease_routes
 from manege.gateway.metrics import Counters
@@ -24,6 +23,7 @@ from manege.gateway.proxy import proxy_routes
 from manege.gateway.rollouts import rollout_routes
 from manege.gateway.runs import run_routes
 from manege.gateway.services import RunSettings, Services
+from manege.http import error_handlers
 from manege.rendering.base import Renderer
 from manege.store.sql import SqlStore
 

@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from manege.errors import ConfigError, ConflictError, ForbiddenError, ManegeError, NotFoundError
-from manege.gateway.http import read_json
+from manege.http import read_json
 from manege.store.sql import SqlStore
 from manege.types import TERMINAL, Event, Rollout, RolloutId
 

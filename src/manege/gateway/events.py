@@ -15,8 +15,8 @@ from starlette.routing import Route
 from manege.errors import ForbiddenError
 from manege.gateway import lightning
 from manege.gateway.auth import AgentIdentity
-from manege.gateway.http import answer, read_object, validated
 from manege.gateway.services import Services
+from manege.http import answer, read_object, validated
 from manege.types import Event, RolloutId
 
 __all__ = ["event_routes"]

@@ -6,9 +6,12 @@ and its wait is never slept through. What happens without a write (a lease that 
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import TypeVar
 
 from starlette.requests import Request
+
+from manege.http import ClientGone, Connection
 
 __all__ = ["Feed"]
 
@@ -41,24 +44,14 @@ class Feed:
         nothing is read, since nobody would get it. The request's body must have been read."""
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + wait_s
-        gone = asyncio.create_task(_disconnected(request), name="long-poll-client")
-        try:
-            while not gone.done():
+        async with Connection(request.receive) as connection:
+            while not connection.gone:
                 tick = self._tick
                 found = await read()
                 left_s = deadline_s - loop.time()
                 if found != empty or left_s <= 0 or self._closed:
                     return found
-                changed = asyncio.create_task(tick.wait(), name="long-poll-tick")
-                try:
-                    await asyncio.wait({gone, changed}, timeout=min(left_s, RECHECK_S), return_when="FIRST_COMPLETED")
-                finally:
-                    changed.cancel()
-            return empty
-        finally:
-            gone.cancel()
-
-
-async def _disconnected(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+                with suppress(TimeoutError, ClientGone):
+                    async with asyncio.timeout(min(left_s, RECHECK_S)):
+                        await connection.run(tick.wait())
+        return empty

@@ -5,21 +5,22 @@ goes away while it waits or while tokens are sampled ends the generation, and no
 later leaves a call that is stored as not delivered. Errors are answered in the caller's protocol.
 """
 
+from collections.abc import Awaitable, Callable
+
 import numpy as np
-import orjson
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from manege.engine.base import Generation, Sampling, collect
-from manege.engine.connection import ClientGone, Connection
 from manege.errors import ConflictError, EngineError, ManegeError, NotFoundError
 from manege.gateway.admission import admit
 from manege.gateway.auth import AgentIdentity
 from manege.gateway.capture import answer_message, new_call, reply_to
 from manege.gateway.continuation import Conversation, Prompt
 from manege.gateway.services import Services
+from manege.http import ClientGone, Connection, answer, read_object
 from manege.logs import get_logger, kv
 from manege.protocols.base import InvalidRequest, ModelRequest, WireProtocol
 from manege.protocols.chat import ChatCompletions
@@ -30,8 +31,6 @@ from manege.types import Call, Delivered, Event, FinishReason, JsonObject
 
 __all__ = ["inference_routes"]
 
-MAX_BODY_BYTES = 64 * 2**20
-"""Far above any context's worth of text; a larger body is a mistake that should not fill the memory."""
 PREFIX = "/proxy/rollout/{rollout_id}/attempt/{attempt}/mode/{mode}/openai"
 
 _log = get_logger("gateway")
@@ -46,7 +45,7 @@ def inference_routes(services: Services) -> list[Route]:
     routes: list[Route] = []
     for prefix in ("", PREFIX):
         routes += [Route(f"{prefix}/v1/{path}", endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
-        routes.append(Route(f"{prefix}/v1/models", Models(services), methods=["GET"]))
+        routes.append(Route(f"{prefix}/v1/models", _models(services), methods=["GET"]))
     return routes
 
 
@@ -61,7 +60,7 @@ class ModelCalls:
         request = Request(scope, receive)
         try:
             identity = await self._services.auth.authorise_agent(request)
-            model_request = self._protocol.parse(await _read_body(request))
+            model_request = self._protocol.parse(await read_object(request))
             async with Connection(receive) as connection:
                 call, num_cached = await self._make_call(identity, model_request, connection)
                 delivered = not connection.gone
@@ -139,7 +138,7 @@ class ModelCalls:
     def _respond(self, request: ModelRequest, call: Call, num_cached: int) -> Response:
         services = self._services
         reply = reply_to(request, call, model=services.model_name, num_cached=num_cached, renderer=services.renderer)
-        return _json_response(self._protocol.reply(reply), headers={"x-request-id": call.id})
+        return answer(self._protocol.reply(reply), headers={"x-request-id": call.id})
 
     async def _note_delivery(self, call: Call, delivered: bool) -> None:
         """After the answer, so that the agent does not wait for it."""
@@ -160,35 +159,17 @@ class ModelCalls:
             add("manege_continued_calls_total")
 
 
-class Models:
-    """The one model that is served."""
-
-    def __init__(self, services: Services) -> None:
-        self._services = services
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+def _models(services: Services) -> Callable[[Request], Awaitable[Response]]:
+    async def models(request: Request) -> Response:
+        """The one model that is served."""
         try:
-            await self._services.auth.authorise_agent(Request(scope, receive))
+            await services.auth.authorise_agent(request)
         except ManegeError as error:
-            await _error_response(error_body(error), error)(scope, receive, send)
-            return
-        model = {
-            "id": self._services.model_name,
-            "object": "model",
-            "created": 0,
-            "owned_by": "manege",
-            "max_model_len": self._services.context_limit,
-        }
-        await _json_response({"object": "list", "data": [model]})(scope, receive, send)
+            return _error_response(error_body(error), error)
+        known = {"id": services.model_name, "max_model_len": services.context_limit}
+        return answer({"object": "list", "data": [known | {"object": "model", "created": 0, "owned_by": "manege"}]})
 
-
-async def _read_body(request: Request) -> bytes:
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > MAX_BODY_BYTES:
-            raise InvalidRequest(f"the body is larger than {MAX_BODY_BYTES} bytes; send less")
-    return bytes(body)
+    return models
 
 
 def _prompt(request: ModelRequest, conversation: Conversation, renderer: Renderer) -> Prompt:
@@ -203,15 +184,6 @@ def _prompt(request: ModelRequest, conversation: Conversation, renderer: Rendere
     return Prompt(ids=np.asarray(ids, np.int32), parent=None, new_messages=())
 
 
-def _json_response(body: JsonObject, *, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(orjson.dumps(body), status_code=status, headers=headers, media_type="application/json")
-
-
 def _error_response(body: JsonObject, error: ManegeError) -> Response:
-    headers = {}
-    if error.status == 503:
-        headers["retry-after"] = "5"
-    elif isinstance(error, ConflictError):
-        # OpenAI's SDK would try a 409 again; an attempt that is over stays over.
-        headers["x-should-retry"] = "false"
-    return _json_response(body, status=error.status, headers=headers)
+    # OpenAI's SDK would try a 409 again; an attempt that is over stays over.
+    return answer(body, error.status, {"x-should-retry": "false"} if isinstance(error, ConflictError) else {})

@@ -8,8 +8,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from manege.client import Claim
-from manege.gateway.http import answer, read_object, validated
 from manege.gateway.services import Services
+from manege.http import answer, read_object, validated
 from manege.types import RolloutId
 
 __all__ = ["lease_routes"]

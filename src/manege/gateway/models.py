@@ -5,9 +5,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from manege.gateway.http import answer, read_json, validated
 from manege.gateway.pool import Registration
 from manege.gateway.services import Services
+from manege.http import answer, read_json, validated
 
 __all__ = ["model_routes"]
 

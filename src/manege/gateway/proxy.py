@@ -12,9 +12,9 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from manege.engine.base import Weights
-from manege.gateway.http import RETRY_AFTER_S, answer, read_object, validated
 from manege.gateway.metrics import render
 from manege.gateway.services import Services
+from manege.http import RETRY_AFTER_S, answer, read_object, validated
 from manege.types import RunId
 
 __all__ = ["proxy_routes"]

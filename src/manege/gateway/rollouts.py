@@ -13,8 +13,8 @@ from starlette.routing import Route
 
 from manege.errors import ConflictError, NotFoundError, UnprocessableError
 from manege.gateway import lightning
-from manege.gateway.http import answer, read_json, read_object, validated
 from manege.gateway.services import Services
+from manege.http import answer, read_json, read_object, validated
 from manege.store.base import Ending, TerminalPage
 from manege.store.codec import SPECS, encode_call
 from manege.types import TERMINAL, JsonObject, Outcome, Rollout, RolloutId, RolloutSpec, RolloutState, RunId

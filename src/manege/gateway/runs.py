@@ -7,8 +7,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from manege.gateway.http import answer, read_object, validated
 from manege.gateway.services import Services
+from manege.http import answer, read_object, validated
 from manege.types import RunId
 
 __all__ = ["run_routes"]

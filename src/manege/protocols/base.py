@@ -91,8 +91,8 @@ class WireProtocol(Protocol):
     name: str
     """As in `Call.protocol`."""
 
-    def parse(self, body: bytes) -> ModelRequest:
-        """Raises InvalidRequest."""
+    def parse(self, raw: JsonObject) -> ModelRequest:
+        """`raw`: the body. Raises InvalidRequest."""
         ...
 
     def reply(self, reply: ModelReply) -> JsonObject:

@@ -10,7 +10,6 @@ from typing import Any
 from manege.errors import ManegeError
 from manege.protocols.base import InvalidRequest, ModelReply, ModelRequest
 from manege.protocols.openai import (
-    decode_body,
     error_body,
     read_bool,
     read_int,
@@ -30,20 +29,8 @@ class ChatCompletions:
 
     name = "chat"
 
-    def parse(self, body: bytes) -> ModelRequest:
-        raw = decode_body(body)
+    def parse(self, raw: JsonObject) -> ModelRequest:
         refuse_unsupported(raw)
-        if (read_int(raw, "top_logprobs", low=0, high=20) or 0) > 0:
-            raise InvalidRequest(
-                "only the sampled token's log-probability is known; send logprobs=true alone", param="top_logprobs"
-            )
-        response_format = raw.get("response_format")
-        if response_format is not None and (
-            not isinstance(response_format, dict) or response_format.get("type") != "text"
-        ):
-            raise InvalidRequest(
-                "constrained decoding is not supported; ask for JSON in the prompt", param="response_format"
-            )
         max_new_tokens = read_int(raw, "max_completion_tokens", low=1) or read_int(raw, "max_tokens", low=1)
         return ModelRequest(
             messages=_messages(raw.get("messages")),

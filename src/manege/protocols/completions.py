@@ -9,7 +9,6 @@ from typing import Any
 from manege.errors import ManegeError
 from manege.protocols.base import InvalidRequest, ModelReply, ModelRequest
 from manege.protocols.openai import (
-    decode_body,
     error_body,
     read_bool,
     read_int,
@@ -30,14 +29,8 @@ class Completions:
 
     name = "completions"
 
-    def parse(self, body: bytes) -> ModelRequest:
-        raw = decode_body(body)
+    def parse(self, raw: JsonObject) -> ModelRequest:
         refuse_unsupported(raw)
-        for key in ("echo", "suffix"):
-            if raw.get(key):
-                raise InvalidRequest(f"{key} is not supported; leave it out", param=key)
-        if (read_int(raw, "best_of", low=1) or 1) > 1:
-            raise InvalidRequest("best_of > 1 is not supported; send one request per answer", param="best_of")
         logprobs = read_int(raw, "logprobs", low=0)
         if (logprobs or 0) > 1:
             raise InvalidRequest("only the sampled token's log-probability is known; send logprobs=1", param="logprobs")

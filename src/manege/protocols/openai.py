@@ -3,13 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-import orjson
-
 from manege.errors import ManegeError
 from manege.protocols.base import AskedSampling, InvalidRequest, ModelReply
 from manege.types import JsonObject
 
-__all__ = ["decode_body", "error_body", "read_bool", "read_int", "read_sampling", "refuse_unsupported", "usage"]
+__all__ = ["error_body", "read_bool", "read_int", "read_sampling", "refuse_unsupported", "usage"]
 
 # Fields that change what is sampled, with the values at which they change nothing.
 _OTHERS = {
@@ -20,16 +18,15 @@ _OTHERS = {
     "logit_bias": (None, {}),
 }
 
-
-def decode_body(body: bytes) -> dict[str, Any]:
-    """Raises InvalidRequest unless the body is a JSON object."""
-    try:
-        found = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise InvalidRequest(f"the body is not valid JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise InvalidRequest(f"the body is a JSON {type(found).__name__}; send an object")
-    return found
+_UNSUPPORTED = {
+    "stream": ((None, False), "streaming comes later, send stream=false"),
+    "n": ((None, 1), "send one request per answer"),
+    "best_of": ((None, 1), "send one request per answer"),
+    "top_logprobs": ((None, 0), "only the sampled token's log-probability is known, send logprobs alone"),
+    "response_format": ((None, {"type": "text"}), "there is no constrained decoding, ask for JSON in the prompt"),
+    "echo": ((None, False), "leave it out"),
+    "suffix": ((None, ""), "leave it out"),
+}
 
 
 def read_sampling(body: JsonObject, *, max_new_tokens: int | None) -> AskedSampling:
@@ -49,10 +46,9 @@ def read_sampling(body: JsonObject, *, max_new_tokens: int | None) -> AskedSampl
 
 def refuse_unsupported(body: JsonObject) -> None:
     """Raises InvalidRequest for what would silently not happen."""
-    if read_bool(body, "stream"):
-        raise InvalidRequest("streaming is not supported yet; send stream=false", param="stream")
-    if (read_int(body, "n", low=1) or 1) > 1:
-        raise InvalidRequest("n > 1 is not supported; send one request per answer", param="n")
+    for key, (neutral, advice) in _UNSUPPORTED.items():
+        if body.get(key) not in neutral:
+            raise InvalidRequest(f"{key} = {body[key]!r} is not supported; {advice}", param=key)
 
 
 def read_int(body: JsonObject, key: str, *, low: int, high: int | None = None) -> int | None:

@@ -1,0 +1,153 @@
+"""HTTP as the gateway and the engine's server share it: bodies in, answers and errors out, callers that go away.
+
+One error object everywhere but in the answers to agents, which speak their protocols:
+
+    {"error": {"code": "conflict", "message": "...", "status": 409}}
+
+A body that is not the JSON that a route expects is 400, a field with an impossible value is 422; neither is ever 500.
+"""
+
+import asyncio
+from collections.abc import Coroutine, Mapping
+from typing import Any, Self, TypeVar
+
+import orjson
+from pydantic import TypeAdapter, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive
+
+from manege.errors import ManegeError, ProtocolError, UnprocessableError
+
+__all__ = [
+    "MAX_BODY_BYTES",
+    "RETRY_AFTER_S",
+    "ClientGone",
+    "Connection",
+    "answer",
+    "error_handlers",
+    "read_json",
+    "read_object",
+    "validated",
+]
+
+MAX_BODY_BYTES = 64 * 1024 * 1024
+"""A batch of rollouts with large tasks, or a prompt of a million tokens as text, fits."""
+RETRY_AFTER_S = 5
+"""After a 503."""
+
+T = TypeVar("T")
+
+
+async def read_json(request: Request, limit_bytes: int = MAX_BODY_BYTES) -> Any:
+    """A JSON body; an empty one is {}. Raises ProtocolError."""
+    raw = bytearray()
+    async for part in request.stream():
+        raw += part
+        if len(raw) > limit_bytes:
+            raise ProtocolError(f"the body is larger than {limit_bytes} bytes; send less")
+    try:
+        return orjson.loads(raw) if raw else {}
+    except orjson.JSONDecodeError as error:
+        raise ProtocolError(f"the body is not valid JSON: {error}") from error
+
+
+async def read_object(request: Request, limit_bytes: int = MAX_BODY_BYTES) -> dict[str, Any]:
+    """A JSON body that is an object. Raises ProtocolError."""
+    body = await read_json(request, limit_bytes)
+    if not isinstance(body, dict):
+        raise ProtocolError(f"the body is a JSON {type(body).__name__}; send an object")
+    return body
+
+
+def validated(adapter: TypeAdapter[T], value: Any) -> T:
+    """Check a parsed body or query. Raises UnprocessableError that names each wrong field."""
+    try:
+        return adapter.validate_python(value)
+    except ValidationError as error:
+        wrong = [f"{'.'.join(map(str, item['loc'])) or 'value'}: {item['msg']}" for item in error.errors()]
+        raise UnprocessableError("; ".join(wrong)) from error
+
+
+def answer(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """JSON of plain values and dataclasses."""
+    headers = dict(headers or {}) | ({"retry-after": str(RETRY_AFTER_S)} if status == 503 else {})
+    return Response(orjson.dumps(value), status, headers, "application/json")
+
+
+class ClientGone(Exception):
+    """The caller closed its connection before it was answered."""
+
+
+class Connection:
+    """Whether the caller is still there while its answer is made: `async with Connection(receive)`, after the body was
+    read. ASGI tells of a disconnect only to who calls `receive`, so one task waits there until the answer is sent."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+
+    async def __aenter__(self) -> Self:
+        self._watch = asyncio.create_task(self._until_gone(), name="connection-watch")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await _cancel(self._watch)
+
+    @property
+    def gone(self) -> bool:
+        """Means something until the answer is sent; a complete answer also ends the watch."""
+        return self._watch.done()
+
+    async def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do `work`, but cancel it and raise ClientGone as soon as the caller goes away."""
+        task = asyncio.create_task(work, name="connection-work")
+        try:
+            await asyncio.wait({task, self._watch}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise ClientGone
+            return task.result()
+        finally:
+            await _cancel(task)
+
+    async def _until_gone(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+
+async def _cancel(task: asyncio.Task[Any]) -> None:
+    if not task.done():
+        task.cancel()
+        await asyncio.wait({task})
+
+
+def _error(code: str, message: str, status: int) -> Response:
+    return answer({"error": {"code": code, "message": message, "status": status}}, status)
+
+
+async def _ours(_request: Request, error: Exception) -> Response:
+    assert isinstance(error, ManegeError)
+    return _error(error.code, str(error), error.status)
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    code = "not_found" if error.status_code == 404 else "invalid_request_error"
+    return _error(code, f"{request.method} {request.url.path}: {error.detail}", error.status_code)
+
+
+async def _gone(_request: Request, _gone_: Exception) -> Response:
+    return Response(status_code=499)
+
+
+async def _bug(_request: Request, _error_: Exception) -> Response:
+    return _error("internal_error", "the server failed on this request; its log says why", 500)
+
+
+error_handlers: dict[Any, Any] = {
+    ManegeError: _ours,
+    HTTPException: _no_route,
+    ClientGone: _gone,
+    ClientDisconnect: _gone,
+    Exception: _bug,
+}
