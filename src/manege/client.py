@@ -108,19 +108,10 @@ class Client:
         """Rollouts of a run that have not ended, oldest first."""
         found: list[Rollout] = []
         for state in (RolloutState.QUEUING, RolloutState.RUNNING):
-            page: list[Rollout] | None = None
-            offset = 0
-            while page is None or len(page) == ROLLOUTS_PER_REQUEST:
-                query = {
-                    "format": "manege",
-                    "run": run,
-                    "state": state,
-                    "limit": ROLLOUTS_PER_REQUEST,
-                    "offset": offset,
-                }
-                page = ROLLOUTS.validate_json(await self._send("GET", f"/api/rollouts?{httpx.QueryParams(query)}"))
+            query = {"format": "manege", "run": run, "state": state, "limit": ROLLOUTS_PER_REQUEST, "offset": 0}
+            while page := ROLLOUTS.validate_json(await self._send("GET", f"/api/rollouts?{httpx.QueryParams(query)}")):
                 found += page
-                offset += len(page)
+                query["offset"] += len(page)
         return found
 
     async def terminal(self, *, run: RunId | None, after: int, limit: int = 256, wait_s: float = 0) -> TerminalPage:

@@ -276,7 +276,10 @@ async def test_prompt_beyond_the_context_is_an_overflow_that_sdks_know(agent, st
         await ask(agent, [user("word " * 2000)])
     assert (caught.value.code, caught.value.type) == ("context_length_exceeded", "invalid_request_error")
     assert "This model's maximum context length is 1024 tokens. However, " in caught.value.message
-    assert len(await calls_of(store)) == 1
+    # The rollout goes on.
+    await ask(agent, [user("say Hi"), {"role": "assistant", "content": "Hi"}, user("say Bye")])
+    first, second = await calls_of(store)
+    assert second.parent == first.id
 
 
 async def test_answer_is_bounded_by_the_room_that_is_left(agent, store):

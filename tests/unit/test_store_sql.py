@@ -6,6 +6,7 @@ import sqlite3
 
 import numpy as np
 import pytest
+from sqlalchemy import event
 
 from manege.errors import ConfigError, StoreError
 from manege.store.sql import SqlStore
@@ -56,6 +57,15 @@ async def test_commits_are_synced_to_the_write_ahead_log(tmp_path):
     )
     await store.close()
     assert settings == ["wal", 2]
+
+
+async def test_many_writes_share_a_commit(tmp_path):
+    store = await SqlStore.open(tmp_path / "store.db")
+    commits = []
+    event.listen(store._writing, "commit", commits.append)
+    await asyncio.gather(*(store.create_rollouts([spec(f"r{number}")]) for number in range(200)))
+    await store.close()
+    assert 1 <= len(commits) <= 20
 
 
 async def test_a_full_disk_fails_writes_clearly_and_the_store_recovers(tmp_path):

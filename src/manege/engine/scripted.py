@@ -45,7 +45,6 @@ class ScriptedEngine:
         reply: Reply,
         *,
         decode: Callable[[Sequence[int]], str] | None = None,
-        model: str = "scripted",
         context_limit: int = 8192,
         token_delay_s: float = 0.0,
         chunk_size: int = 1,
@@ -53,7 +52,6 @@ class ScriptedEngine:
         """`decode` is needed for stop strings only. `chunk_size`: tokens per chunk."""
         self._reply = reply
         self._decode = decode
-        self._model = model
         self._context_limit = context_limit
         self._token_delay_s = token_delay_s
         self._chunk_size = chunk_size
@@ -103,7 +101,7 @@ class ScriptedEngine:
 
     async def info(self) -> EngineInfo:
         return EngineInfo(
-            model=self._model,
+            model="scripted",
             context_limit=self._context_limit,
             version=self._version,
             num_running=self.num_running,

@@ -134,23 +134,18 @@ def state_view(state: RolloutState) -> str:
 
 def events_view(rollout: Rollout, events: Sequence[Event], calls: Sequence[Call], model: str) -> list[dict[str, Any]]:
     """The log of the last attempt in the order of time: events, calls, and the verdict that a scorer gave."""
-    own = [event_view(event) for event in events if event.attempt == rollout.attempt]
-    views = own + [_event(rollout, "model_request", call.ended_s, _model_request(call, model)) for call in calls]
+    shown = [(event.event_type, event.timestamp_s, event.data) for event in events if event.attempt == rollout.attempt]
+    shown += [("model_request", call.ended_s, _model_request(call, model)) for call in calls]
     if rollout.reward is not None and rollout.spec.reward_from == "scorer" and rollout.ended_s is not None:
         verdict = {"value": rollout.reward, "message": rollout.message, "source": "scorer"}
-        views.append(_event(rollout, "reward", rollout.ended_s, verdict))
+        shown.append(("reward", rollout.ended_s, verdict))
+    views = [_view(rollout.spec.id, rollout.attempt, *values) for values in shown]
     return sorted(views, key=lambda view: view["timestamp"])
 
 
 def event_view(event: Event) -> dict[str, Any]:
     """One event."""
-    return {
-        "event_type": event.event_type,
-        "rollout_id": event.rollout_id,
-        "attempt_id": str(event.attempt),
-        "timestamp": event.timestamp_s,
-        "data": event.data,
-    }
+    return _view(event.rollout_id, event.attempt, event.event_type, event.timestamp_s, event.data)
 
 
 def triplets(views: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -181,30 +176,23 @@ def _logprobs(shown: JsonObject) -> list[float]:
     return shown["token_logprobs"] if "token_logprobs" in shown else [item["logprob"] for item in shown["content"]]
 
 
-def _event(rollout: Rollout, event_type: str, timestamp_s: float, data: JsonObject) -> dict[str, Any]:
-    return event_view(
-        Event(
-            rollout_id=rollout.spec.id,
-            attempt=rollout.attempt,
-            event_type=event_type,
-            data=data,
-            timestamp_s=timestamp_s,
-        )
-    )
+def _view(rollout_id: str, attempt: int, event_type: str, timestamp_s: float, data: JsonObject) -> dict[str, Any]:
+    return {
+        "event_type": event_type,
+        "rollout_id": rollout_id,
+        "attempt_id": str(attempt),
+        "timestamp": timestamp_s,
+        "data": data,
+    }
 
 
 def _model_request(call: Call, model: str) -> dict[str, Any]:
     version = call.spans[-1].version if call.spans else None
     prompt_ids, response_ids, logprobs = (
-        call.prompt_ids_P.tolist(),
-        call.response_ids_R.tolist(),
-        call.logprobs_R.tolist(),
+        array.tolist() for array in (call.prompt_ids_P, call.response_ids_R, call.logprobs_R)
     )
-    usage = {
-        "prompt_tokens": len(prompt_ids),
-        "completion_tokens": len(response_ids),
-        "total_tokens": len(prompt_ids) + len(response_ids),
-    }
+    num_prompt, num_sampled = len(prompt_ids), len(response_ids)
+    usage = {"prompt_tokens": num_prompt, "completion_tokens": num_sampled, "total_tokens": num_prompt + num_sampled}
     finish_reason = "length" if call.finish_reason is FinishReason.LENGTH else "stop"
     choice = {"index": 0, "finish_reason": finish_reason, "token_ids": response_ids}
     if call.protocol == "completions":
@@ -212,24 +200,15 @@ def _model_request(call: Call, model: str) -> dict[str, Any]:
         choice |= {**call.reply, "prompt_token_ids": prompt_ids, "logprobs": {"token_logprobs": logprobs}}
     else:
         kind = "chat.completion"
-        shown = [
-            {"token": f"token_id:{token}", "logprob": logprob}
-            for token, logprob in zip(response_ids, logprobs, strict=True)
-        ]
-        choice |= {"message": call.reply, "logprobs": {"content": shown}}
+        pairs = zip(response_ids, logprobs, strict=True)
+        content = [{"token": f"token_id:{token}", "logprob": logprob} for token, logprob in pairs]
+        choice |= {"message": call.reply, "logprobs": {"content": content}}
+    response = {"id": call.id, "object": kind, "created": int(call.created_s), "model": model, "choices": [choice]}
     return {
         "model": model,
         "model_version": version,
         "request": call.request,
-        "response": {
-            "id": call.id,
-            "object": kind,
-            "created": int(call.created_s),
-            "model": model,
-            "choices": [choice],
-            "prompt_token_ids": prompt_ids,
-            "usage": usage,
-        },
+        "response": response | {"prompt_token_ids": prompt_ids, "usage": usage},
         "server": {"model": model, "endpoint": "", "version": version},
         "latency_ms": (call.ended_s - call.created_s) * 1000,
         "http_status": 200,

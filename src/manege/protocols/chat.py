@@ -8,15 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from manege.errors import ManegeError
-from manege.protocols.base import InvalidRequest, ModelReply, ModelRequest
-from manege.protocols.openai import (
-    error_body,
-    read_bool,
-    read_int,
-    read_sampling,
-    refuse_unsupported,
-    usage,
-)
+from manege.protocols.base import InvalidRequest, ModelReply, ModelRequest, TokenLogprob
+from manege.protocols.openai import completion, error_body, read_bool, read_int, read_sampling, refuse_unsupported
 from manege.types import FinishReason, JsonObject
 
 __all__ = ["ChatCompletions"]
@@ -44,38 +37,24 @@ class ChatCompletions:
 
     def reply(self, reply: ModelReply) -> JsonObject:
         message = dict(reply.message)
-        finish_reason = "length" if reply.finish_reason is FinishReason.LENGTH else "stop"
+        choice: dict[str, Any] = {"message": message}
         if message.get("tool_calls"):
             message["content"] = message["content"] or None
-            finish_reason = "tool_calls" if finish_reason == "stop" else finish_reason
-        choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": finish_reason, "logprobs": None}
+            if reply.finish_reason is not FinishReason.LENGTH:
+                choice["finish_reason"] = "tool_calls"
         if reply.logprobs:
-            choice["logprobs"] = {
-                "content": [
-                    {
-                        "token": token.text,
-                        "logprob": token.logprob,
-                        "bytes": list(token.text.encode()),
-                        "top_logprobs": [],
-                    }
-                    for token in reply.logprobs
-                ]
-            }
-        body: dict[str, Any] = {
-            "id": f"chatcmpl-{reply.id}",
-            "object": "chat.completion",
-            "created": int(reply.created_s),
-            "model": reply.model,
-            "choices": [choice],
-            "usage": usage(reply),
-        }
+            choice["logprobs"] = {"content": [_shown(token) for token in reply.logprobs]}
         if reply.response_ids is not None:
             choice["token_ids"] = reply.response_ids
-            body["prompt_token_ids"] = reply.prompt_ids
-        return body
+        body = completion(reply, prefix="chatcmpl", kind="chat.completion", choice=choice)
+        return body if reply.response_ids is None else body | {"prompt_token_ids": reply.prompt_ids}
 
     def error(self, error: ManegeError) -> JsonObject:
         return error_body(error)
+
+
+def _shown(token: TokenLogprob) -> JsonObject:
+    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.text.encode()), "top_logprobs": []}
 
 
 def _messages(value: Any) -> Sequence[JsonObject]:

@@ -4,19 +4,13 @@ https://platform.openai.com/docs/api-reference/completions/create
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 from manege.errors import ManegeError
 from manege.protocols.base import InvalidRequest, ModelReply, ModelRequest
-from manege.protocols.openai import (
-    error_body,
-    read_bool,
-    read_int,
-    read_sampling,
-    refuse_unsupported,
-    usage,
-)
-from manege.types import FinishReason, JsonObject
+from manege.protocols.openai import completion, error_body, read_bool, read_int, read_sampling, refuse_unsupported
+from manege.types import JsonObject
 
 __all__ = ["Completions"]
 
@@ -43,31 +37,18 @@ class Completions:
         )
 
     def reply(self, reply: ModelReply) -> JsonObject:
-        finish_reason = "length" if reply.finish_reason is FinishReason.LENGTH else "stop"
-        choice: dict[str, Any] = {
-            "index": 0,
-            "text": reply.message["text"],
-            "finish_reason": finish_reason,
-            "logprobs": None,
-        }
+        choice: dict[str, Any] = {"text": reply.message["text"]}
         if reply.logprobs:
+            texts = [token.text for token in reply.logprobs]
             choice["logprobs"] = {
-                "tokens": [token.text for token in reply.logprobs],
+                "tokens": texts,
                 "token_logprobs": [token.logprob for token in reply.logprobs],
                 "top_logprobs": None,
-                "text_offset": _offsets([token.text for token in reply.logprobs]),
+                "text_offset": [0, *accumulate(map(len, texts[:-1]))],
             }
         if reply.response_ids is not None:
-            choice["token_ids"] = reply.response_ids
-            choice["prompt_token_ids"] = reply.prompt_ids
-        return {
-            "id": f"cmpl-{reply.id}",
-            "object": "text_completion",
-            "created": int(reply.created_s),
-            "model": reply.model,
-            "choices": [choice],
-            "usage": usage(reply),
-        }
+            choice |= {"token_ids": reply.response_ids, "prompt_token_ids": reply.prompt_ids}
+        return completion(reply, prefix="cmpl", kind="text_completion", choice=choice)
 
     def error(self, error: ManegeError) -> JsonObject:
         return error_body(error)
@@ -81,11 +62,3 @@ def _prompt(value: Any) -> str | Sequence[int]:
     if isinstance(value, list) and value and all(type(item) is int and item >= 0 for item in value):
         return value
     raise InvalidRequest("prompt must be one non-empty text or one non-empty list of token ids", param="prompt")
-
-
-def _offsets(texts: Sequence[str]) -> Sequence[int]:
-    offsets, position = [], 0
-    for text in texts:
-        offsets.append(position)
-        position += len(text)
-    return offsets

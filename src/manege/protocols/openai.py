@@ -5,9 +5,9 @@ from typing import Any
 
 from manege.errors import ManegeError
 from manege.protocols.base import AskedSampling, InvalidRequest, ModelReply
-from manege.types import JsonObject
+from manege.types import FinishReason, JsonObject
 
-__all__ = ["error_body", "read_bool", "read_int", "read_sampling", "refuse_unsupported", "usage"]
+__all__ = ["completion", "error_body", "read_bool", "read_int", "read_sampling", "refuse_unsupported"]
 
 # Fields that change what is sampled, with the values at which they change nothing.
 _OTHERS = {
@@ -70,13 +70,21 @@ def read_bool(body: JsonObject, key: str) -> bool | None:
     return value
 
 
-def usage(reply: ModelReply) -> JsonObject:
-    """Token counts of an answer."""
+def completion(reply: ModelReply, *, prefix: str, kind: str, choice: JsonObject) -> dict[str, Any]:
+    """The body around an answer's one choice, with its token counts. `prefix`: of the id."""
+    finish_reason = "length" if reply.finish_reason is FinishReason.LENGTH else "stop"
     return {
-        "prompt_tokens": reply.num_prompt,
-        "completion_tokens": reply.num_sampled,
-        "total_tokens": reply.num_prompt + reply.num_sampled,
-        "prompt_tokens_details": {"cached_tokens": reply.num_cached},
+        "id": f"{prefix}-{reply.id}",
+        "object": kind,
+        "created": int(reply.created_s),
+        "model": reply.model,
+        "choices": [{"index": 0, "finish_reason": finish_reason, "logprobs": None, **choice}],
+        "usage": {
+            "prompt_tokens": reply.num_prompt,
+            "completion_tokens": reply.num_sampled,
+            "total_tokens": reply.num_prompt + reply.num_sampled,
+            "prompt_tokens_details": {"cached_tokens": reply.num_cached},
+        },
     }
 
 
