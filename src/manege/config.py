@@ -101,7 +101,8 @@ class AgentConfig(_Section):
     """The program that is trained in place; manege never looks inside."""
 
     run: Program
-    """A command (list of arguments), or `module:function` forked from a warm parent."""
+    """A command (list of arguments; files beside the run file by their relative path, and a script may import what lies
+    beside it), or `module:function` forked from a warm parent."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment of the agent; `{field}` is replaced by that field of the task's input."""
     setup: Program | None = None
@@ -219,7 +220,7 @@ class ControllerConfig(_Section):
     max_attempts: PositiveInt = 2
     """Attempts per rollout in all; a new one follows only an infrastructure failure."""
     keep_workspaces: bool = False
-    """Keep what agents left behind, for debugging."""
+    """Keep what agents left behind, beside their logs in the run folder, for debugging."""
 
 
 class SandboxConfig(_Section):
@@ -230,7 +231,8 @@ class SandboxConfig(_Section):
     unsafe: bool = False
     """Run agents even where they cannot be isolated (`--unsafe`)."""
     readable: list[str] = Field(default_factory=list)
-    """Files and folders outside the workspace that agents may read, beside system folders and the interpreter."""
+    """Files and folders outside the workspace that agents may read, beside system folders, the interpreter and their
+    code; relative to the run file."""
 
 
 class RunConfig(_Section):

@@ -4,16 +4,23 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
+import subprocess
+import sys
+import tempfile
 import time
+from argparse import Namespace
 
 import pytest
 
+from manege.cli.arguments import read_run
 from manege.client import Client
 from manege.config import ControllerConfig, RunConfig, SandboxConfig
 from manege.controller.loop import Controller
 from manege.errors import EngineError, ForbiddenError, HarnessError, SandboxError
 from manege.sandbox.probe import probe
 from manege.types import Outcome, RolloutSpec, RolloutState, Task
+from tests.conftest import OPERATOR_KEY
 
 pytestmark = pytest.mark.anyio
 
@@ -87,7 +94,7 @@ async def test_an_agent_is_set_up_run_and_scored_on_what_the_gateway_recorded(cl
     evidence = rollout.evidence
     assert (evidence["exit_code"], evidence["num_calls"]) == (0, 1)
     assert set(evidence["seconds"]) == {"setup", "run", "score"}
-    assert evidence["sandbox"] == list(probe().names())
+    assert (evidence["sandbox"], evidence["not_isolated"]) == (list(probe().names()), list(probe().missing()))
     logs = tmp_path / "rollouts" / "r1" / "0"
     assert (logs / "stdout.txt").read_text() == evidence["stdout_tail"] != ""
     assert list((tmp_path / "workspaces").iterdir()) == []
@@ -257,14 +264,44 @@ async def test_a_cancelled_rollouts_agent_is_dead_within_five_seconds(client, tm
 
 async def test_a_stopped_controller_kills_its_agents_and_another_one_goes_on(client, tmp_path):
     async with controlling(client, tmp_path, lease_s=60):
-        pids = await hanging(client, tmp_path, max_attempts=2)
+        pids = await hanging(client, tmp_path)
     assert not any(alive(pid) for pid in pids)
-    assert (await client.get_rollout("r1")).state is RolloutState.RUNNING
+    assert (await client.get_rollout("r1")).state is RolloutState.QUEUING
     await client.put_run("run", run_config("nothing").model_dump(mode="json"))
     async with controlling(client, tmp_path, name="another"):
         page = await client.terminal(run="run", after=0, wait_s=30)
     (rollout,) = page.rollouts
     assert (rollout.attempt, rollout.outcome, rollout.reward) == (1, Outcome.OK, 1.0)
+
+
+CONTROLLER = """
+import asyncio, sys
+from pathlib import Path
+from manege.client import Client
+from manege.config import ControllerConfig, SandboxConfig
+from manege.controller.loop import Controller
+
+async def main(url, key, folder, unsafe):
+    async with Client(url, key) as client:
+        sandbox = SandboxConfig(unsafe=bool(unsafe))
+        await Controller(client, name="c", folder=Path(folder), config=ControllerConfig(), sandbox=sandbox).run()
+
+asyncio.run(main(*sys.argv[1:]))
+"""
+
+
+async def test_a_killed_controllers_agents_die_and_the_next_one_removes_their_workspaces(client, gateway, tmp_path):
+    arguments = [gateway.url, OPERATOR_KEY, str(tmp_path), "yes" if UNSAFE.unsafe else ""]
+    killed = await asyncio.create_subprocess_exec(sys.executable, "-c", CONTROLLER, *arguments)
+    pids = await hanging(client, tmp_path)
+    killed.kill()
+    await killed.wait()
+    while any(alive(pid) for pid in pids):
+        await asyncio.sleep(0.01)
+    (left,) = (tmp_path / "workspaces").iterdir()
+    async with controlling(client, tmp_path, name="next"):
+        while left.exists():
+            await asyncio.sleep(0.01)
 
 
 async def test_no_more_attempts_run_than_there_are_slots(client, tmp_path):
@@ -301,3 +338,95 @@ async def test_a_wrong_key_ends_the_controller_with_its_message(gateway, tmp_pat
         controller = Controller(stranger, name="c", folder=tmp_path, config=ControllerConfig(), sandbox=UNSAFE)
         with pytest.raises(ForbiddenError):
             await controller.run()
+
+
+RUN_FILE = """
+name = "run"
+tasks = { train = "tasks.jsonl" }
+agent = { run = ["python3", "agent.py", "{name}"], setup = ["sh", "setup.sh"] }
+scorer = { run = ["python3", "tools/scorer.py"] }
+sandbox = { readable = ["prompt.txt"] }
+"""
+AGENT = """
+import json, sys
+from pathlib import Path
+import helper, package.part
+
+def look(path):
+    try:
+        return sorted(entry.name for entry in path.iterdir()) if path.is_dir() else path.read_text()
+    except PermissionError:
+        return "denied"
+
+here = Path(__file__).parent
+names = ("prompt.txt", "tasks.jsonl", ".env", "run.toml", "link.txt", "runs/run/key")
+seen = {name: look(here / name) for name in names}
+print(json.dumps(seen | {"argv": sys.argv[1:], "imported": helper.VALUE + package.part.VALUE}))
+"""
+
+
+async def test_programs_beside_the_run_file_work_as_users_write_them(client, tmp_path):
+    """The agent may read its own code, and what is named for it, in a project that holds secrets and the run folder."""
+    project = tmp_path / "project"
+    files = {
+        "run.toml": RUN_FILE,
+        "agent.py": AGENT,
+        "helper.py": "VALUE = 1",
+        "package/__init__.py": "",
+        "package/part.py": "VALUE = 2",
+        "tools/scorer.py": "import judge\nprint(judge.reward())",
+        "tools/judge.py": "import json, sys\nreward = lambda: 0.5 if json.load(sys.stdin)['attempt'] else None",
+        "setup.sh": "touch prepared",
+        "prompt.txt": "be good",
+        "tasks.jsonl": "answers",
+        ".env": "secret",
+        "runs/run/key": "secret",
+    }
+    for name, text in files.items():
+        (project / name).parent.mkdir(parents=True, exist_ok=True)
+        (project / name).write_text(text)
+    (project / "link.txt").symlink_to(project / ".env")
+    arguments = Namespace(run_file=project / "run.toml", overrides=["sandbox.mode=auto"], unsafe=False, quick=False)
+    config = read_run(arguments)
+    run_folder = project / "runs" / "run"
+    await client.put_run("run", config.model_dump(mode="json"))
+    controller = Controller(
+        client, name="c", folder=run_folder, config=ControllerConfig(keep_workspaces=True), sandbox=config.sandbox
+    )
+    task = asyncio.create_task(controller.run())
+    (rollout,) = await settle(client, spec())
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
+    assert (rollout.outcome, rollout.reward, rollout.message) == (Outcome.OK, 0.5, None), rollout.evidence
+    seen = json.loads(rollout.evidence["stdout_tail"])
+    assert (seen.pop("argv"), seen.pop("imported"), seen.pop("prompt.txt")) == (["{name}"], 3, "be good")
+    assert set(seen.values()) == {"denied"}, seen
+    assert (run_folder / "rollouts" / "r1" / "0" / "left" / "workspace" / "prepared").exists()
+
+
+def test_agents_also_work_when_manege_runs_as_an_ordinary_user():
+    """Some of these tests again as nobody, by the system's interpreter if this one lies in a home folder."""
+    if os.geteuid() != 0 or not shutil.which("setpriv"):
+        pytest.skip("needs root and setpriv to become another user")
+    nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
+    system_python = f"/usr/bin/python{sys.version_info.major}.{sys.version_info.minor}"
+    for interpreter in (sys.executable, system_python):
+        if subprocess.run([*nobody, "sh", "-c", f"{interpreter} -c 'import json'"], check=False).returncode == 0:
+            break
+    else:
+        pytest.skip(f"nobody may run neither {sys.executable} nor {system_python}")
+    packages = [path for path in sys.path if not path.startswith(sys.base_prefix)]
+    tests = "set_up_run_and_scored or beside_the_run_file or cancelled_rollouts_agent"
+    with tempfile.TemporaryDirectory() as folder:
+        os.chown(folder, 65534, 65534)
+        command = [*nobody, interpreter, "-m", "pytest", "-p", "no:cacheprovider", f"--basetemp={folder}/base"]
+        done = subprocess.run(
+            [*command, __file__, "-k", tests],
+            env={"HOME": folder, "PYTHONPATH": os.pathsep.join(packages), "PYTHONDONTWRITEBYTECODE": "1"},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+    assert "3 passed" in done.stdout, done.stdout + done.stderr

@@ -1,9 +1,11 @@
 """Real process trees: what an agent is kept from, how it ends, and that nothing of it stays alive."""
 
 import asyncio
+import dataclasses
 import json
 import os
 import pickle
+import pwd
 import signal
 import socket
 import subprocess
@@ -15,6 +17,7 @@ import pytest
 
 from manege.errors import HarnessError
 from manege.sandbox import processes
+from manege.sandbox.code import command_paths
 from manege.sandbox.launcher import Launcher, search_path
 from manege.sandbox.policy import Policy
 from manege.sandbox.probe import probe
@@ -56,6 +59,7 @@ class Box:
             layers=LAYERS,
             writable=[str(self.workspace), str(self.folder / "scratch")],
             readable=[str(self.folder / "task.json")],
+            private=[],
             tcp_ports=[port],
             protected_pids=[os.getpid()],
         )
@@ -118,6 +122,52 @@ async def test_an_agent_can_do_its_work_and_nothing_else(launcher, box, ports, p
     assert done == {name for name in results if name.startswith("ok: ")}, results
     assert secret.read_text() == "secret"
     assert not (box.folder / "outside").exists()
+
+
+@isolated
+async def test_what_is_private_stays_unreadable_inside_a_readable_folder(launcher, box):
+    project = box.folder / "project"
+    (project / "deep" / "runs").mkdir(parents=True)
+    for name in ("code.txt", "deep/data.txt", "deep/runs/key", "tasks.jsonl"):
+        (project / name).write_text(name)
+    (box.folder / "secret").write_text("secret")
+    (project / "link").symlink_to(box.folder / "secret")
+    policy = dataclasses.replace(
+        box.spec("").policy, readable=[str(project)], private=[str(project / "deep/runs"), str(project / "tasks.jsonl")]
+    )
+    script = (
+        f"cd {project}; for file in code.txt deep/data.txt deep/runs/key tasks.jsonl link; do cat $file; echo; done"
+    )
+    await launcher.run(box.spec(["sh", "-c", script], policy=policy), 30)
+    assert box.stdout.split() == ["code.txt", "deep/data.txt"]
+    assert box.stderr.count("Permission denied") == 3
+
+
+@isolated
+async def test_a_package_in_a_folder_that_is_being_developed_runs_by_its_name(box):
+    package = box.folder / "source" / "developed"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "__main__.py").write_text("from developed import greeting")
+    (package / "greeting.py").write_text("print('hello')")
+    launcher = Launcher(import_paths=[*sys.path, str(package.parent)])
+    spec = box.spec([sys.executable, "-m", "developed"], env={"PYTHONPATH": str(package.parent)})
+    ended = await launcher.run(spec, 30)
+    await launcher.close()
+    assert (ended.code, box.stdout) == (0, "hello\n"), box.stderr
+
+
+def test_a_script_in_a_home_folder_opens_nothing_beside_it(tmp_path, monkeypatch):
+    home = tmp_path / "home"
+    (home / "project").mkdir(parents=True)
+    for name in ("agent.py", "other.py", "project/agent.py", "project/other.py", "project/data.txt"):
+        (home / name).touch()
+    monkeypatch.setattr(pwd, "getpwuid", lambda _: pwd.struct_passwd(("u", "x", 1, 1, "", str(home), "/bin/sh")))
+    readable, listable = command_paths(["no-such", str(home / "agent.py")], "/usr/bin")
+    assert (readable, listable) == ([str(home / "agent.py")], [])
+    readable, listable = command_paths(["no-such", str(home / "project" / "agent.py")], "/usr/bin")
+    assert set(readable) == {str(home / "project" / "agent.py"), str(home / "project" / "other.py")}
+    assert listable == [str(home / "project")]
 
 
 @pytest.mark.parametrize(

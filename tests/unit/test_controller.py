@@ -2,17 +2,20 @@
 
 import json
 import stat
+from pathlib import Path
 
 import pytest
 
 from manege.controller.environment import agent_environment, fill
-from manege.controller.folders import make_folders
+from manege.controller.folders import make_folders, remove_left_over
 from manege.controller.outcome import judge_agent, judge_score
 from manege.controller.plan import Actions, Lease, plan
+from manege.controller.record import AttemptRecord
 from manege.controller.scoring import Verdict, parse_verdict
 from manege.errors import HarnessError
 from manege.sandbox.spec import Exit
 from manege.types import Outcome, Rollout, RolloutSpec, RolloutState, Task
+from tests.calls import make_call
 
 
 def lease(attempt=0, ends_s=130.0):
@@ -64,7 +67,7 @@ def ended(**changes):
         (ended(), 0, Outcome.OK, None),
         (ended(code=3), 2, Outcome.OK, "the agent ended with exit code 3"),
         (ended(code=None, signal=11), 2, Outcome.OK, "the agent ended with signal 11"),
-        (ended(code=3), 0, Outcome.AGENT_ERROR, "before its first model call (exit code 3)"),
+        (ended(code=3), 0, Outcome.AGENT_ERROR, "before its first model call (exit code 3): no key"),
         (ended(code=None, signal=11), 0, Outcome.AGENT_ERROR, "before its first model call (signal 11)"),
         (ended(code=None, signal=9, limit="memory"), 2, Outcome.AGENT_ERROR, "limit of memory"),
         (ended(code=None, signal=9, timed_out=True), 2, Outcome.AGENT_TIMEOUT, "within 600 s (agent.limits.run_s)"),
@@ -72,7 +75,15 @@ def ended(**changes):
     ids=["done", "no call", "exit code", "signal", "crash", "crash by signal", "memory", "time"],
 )
 def test_what_an_agent_did_is_its_outcome(seen, num_calls, outcome, message):
-    got, text = judge_agent(seen, num_calls=num_calls, run_s=600)
+    record = AttemptRecord(
+        workspace=Path(),
+        stdout="",
+        stderr="Traceback\nno key\n",
+        exit_code=seen.code,
+        timed_out=seen.timed_out,
+        calls=[make_call("c", [1], [2])] * num_calls,
+    )
+    got, text = judge_agent(seen, record, run_s=600)
     assert got is outcome
     assert text == message if message is None else message in text
 
@@ -157,3 +168,31 @@ def test_locked_folders_are_removed_and_links_not_followed(tmp_path):
     folders.remove()
     assert not folders.root.exists()
     assert kept.exists()
+
+
+def test_folders_that_a_killed_controller_left_are_removed_and_nothing_else(tmp_path):
+    left = make_folders(tmp_path, rollout())
+    (left.workspace / "file").touch()
+    control = make_folders(tmp_path, rollout(), suffix=".control")
+    foreign = tmp_path / "workspaces"
+    (foreign / "notes").mkdir()
+    (foreign / "project.1").mkdir()
+    (foreign / "task.json").touch()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "task.json").touch()
+    (foreign / "link.0").symlink_to(tmp_path / "elsewhere")
+    remove_left_over(tmp_path)
+    assert not left.root.exists()
+    assert not control.root.exists()
+    assert left.logs.exists()
+    assert sorted(path.name for path in foreign.iterdir()) == ["link.0", "notes", "project.1", "task.json"]
+    assert (tmp_path / "elsewhere" / "task.json").exists()
+
+
+def test_what_is_kept_lies_beside_the_logs(tmp_path):
+    for text in ("first", "second"):
+        folders = make_folders(tmp_path, rollout())
+        (folders.workspace / "file").write_text(text)
+        folders.keep()
+        assert (folders.logs / "left" / "workspace" / "file").read_text() == text
+    assert not folders.root.exists()

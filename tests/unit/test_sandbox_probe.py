@@ -1,11 +1,18 @@
 """When a run may start, and what is said about layers that are missing."""
 
-import pytest
+import io
+import subprocess
+import sys
 
-from manege.config import SandboxConfig
+import pytest
+from rich.console import Console
+
+from manege.cli.parts import check_agents
+from manege.config import RunConfig, SandboxConfig
 from manege.errors import SandboxError
 from manege.sandbox.layers import Layers
-from manege.sandbox.probe import require
+from manege.sandbox.probe import probe, require
+from manege.types import Task
 
 FULL = Layers(system="linux", landlock_abi=7, seccomp=True)
 NO_LANDLOCK = Layers(system="linux", landlock_abi=0, seccomp=True)
@@ -51,3 +58,53 @@ def test_each_missing_layer_has_a_line(abi, lines):
     missing = Layers(system="linux", landlock_abi=abi, seccomp=True).missing()
     assert len(missing) == lines
     assert all("agents can" in line for line in missing)
+
+
+def test_what_is_not_isolated_is_said_in_calm_lines():
+    config = RunConfig.model_validate(
+        {
+            "name": "run",
+            "tasks": {"train": "t.jsonl"},
+            "agent": {"run": ["true"]},
+            "scorer": {"run": ["true"]},
+            "sandbox": {"unsafe": True},
+        }
+    )
+    said = io.StringIO()
+    check_agents(config, [Task(id="t", input={})], Console(file=said))
+    assert said.getvalue().splitlines() == [f"sandbox: {line}" for line in probe().missing()]
+
+
+# As far as another system can be played here: the platform's name, and the modules that Windows lacks.
+ELSEWHERE = """
+import asyncio, sys
+import httpx, pydantic, rich.console, sqlalchemy, starlette, uvicorn
+sys.platform = {platform!r}
+for name in {lacking!r}:
+    sys.modules[name] = None
+from manege.cli.main import main
+sys.exit(main({arguments!r}))
+"""
+
+
+def manege_on(platform, *arguments, lacking=()):
+    code = ELSEWHERE.format(platform=platform, lacking=lacking, arguments=list(arguments))
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_native_windows_is_refused_with_the_way_through_wsl():
+    done = manege_on("win32", "doctor", lacking=["fcntl", "resource", "pwd"])
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
+    assert "wsl --install" in done.stderr
+
+
+def test_macos_lacks_isolation_and_needs_unsafe(tmp_path):
+    run = ["run", "tests/tiny/run.toml", f"folder={tmp_path}"]
+    refused = manege_on("darwin", *run)
+    assert refused.returncode == 2
+    assert "no isolation on darwin" in refused.stderr
+    assert "--unsafe" in refused.stderr
+    accepted = manege_on("darwin", *run, "--unsafe", "agent.run=['no-such-agent']")
+    assert "sandbox: no isolation on darwin" in accepted.stdout
+    assert "command 'no-such-agent' does not exist" in accepted.stderr

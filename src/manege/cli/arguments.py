@@ -1,12 +1,14 @@
 """Arguments that several verbs share."""
 
 import argparse
+import os
 import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from manege.cli.parts import FolderLock
 from manege.client import Client
 from manege.config import RunConfig, load_config
 from manege.errors import ConfigError
@@ -29,15 +31,42 @@ def add_gateway_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_run(arguments: argparse.Namespace) -> RunConfig:
-    """The run's config. Modules beside the run file can be named in it as `module:function`."""
+    """The run's config. What lies beside the run file can be named in it: modules as `module:function`, files in
+    commands and elsewhere by their relative path."""
     overrides = list(arguments.overrides)
     if arguments.unsafe:
         overrides.append("sandbox.unsafe=true")
     config = load_config(arguments.run_file, overrides, quick=arguments.quick)
-    folder = str(arguments.run_file.parent.absolute())
-    if folder not in sys.path:
-        sys.path.append(folder)
-    return config
+    folder = arguments.run_file.parent.absolute()
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+    return _with_files_of(folder, config)
+
+
+def _with_files_of(folder: Path, config: RunConfig) -> RunConfig:
+    """The config with absolute paths, since programs start in other folders, for what is named relative to `folder`."""
+
+    def found(word: str) -> str:
+        path = os.path.join(folder, os.path.expanduser(word))
+        return path if os.path.isfile(path) else word
+
+    def program(value: str | list[str] | None) -> str | list[str] | None:
+        # As in a shell, a program without a slash is looked up in PATH.
+        is_list = isinstance(value, list)
+        return [found(word) if index or "/" in word else word for index, word in enumerate(value)] if is_list else value
+
+    agent, scorer, tasks = config.agent, config.scorer, config.tasks
+    readable = [os.path.join(folder, os.path.expanduser(path)) for path in config.sandbox.readable]
+    return config.model_copy(
+        update={
+            "agent": agent.model_copy(update={"run": program(agent.run), "setup": program(agent.setup)}),
+            "scorer": scorer.model_copy(update={"run": program(scorer.run)}),
+            "tasks": tasks.model_copy(
+                update={"train": found(tasks.train), "heldout": found(tasks.heldout or "") or None}
+            ),
+            "sandbox": config.sandbox.model_copy(update={"readable": readable}),
+        }
+    )
 
 
 def connect(arguments: argparse.Namespace) -> Client:
@@ -55,7 +84,8 @@ def connect(arguments: argparse.Namespace) -> Client:
 def scratch_folder(config: RunConfig) -> Iterator[RunConfig]:
     """The config with a run folder that is thrown away, unless one is named."""
     if config.folder is not None:
-        yield config
+        with FolderLock(config.folder):
+            yield config
         return
     with tempfile.TemporaryDirectory(prefix="manege-") as folder:
         yield config.model_copy(update={"folder": Path(folder)})

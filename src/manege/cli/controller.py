@@ -7,6 +7,7 @@ from pathlib import Path
 from rich.console import Console
 
 from manege.cli.arguments import add_gateway_arguments, connect
+from manege.cli.parts import FolderLock
 from manege.config import ControllerConfig, SandboxConfig
 from manege.controller.loop import Controller
 from manege.errors import ConfigError
@@ -31,15 +32,20 @@ async def execute(arguments: argparse.Namespace) -> int:
     if not arguments.gateway:
         raise ConfigError("--gateway URL is missing: a controller needs a gateway to take rollouts from")
     sandbox = SandboxConfig(unsafe=arguments.unsafe)
-    require(sandbox, probe())
+    layers = require(sandbox, probe())
+    folder = arguments.folder.absolute()
+    console = Console(stderr=True)
     async with connect(arguments) as client:
         await client.state()
-        Console(stderr=True).print(f"controller for {arguments.gateway}, {arguments.slots} slots", highlight=False)
-        await Controller(
-            client,
-            name=f"{socket.gethostname()}-{arguments.folder.name}",
-            folder=arguments.folder.absolute(),
-            config=ControllerConfig(slots=arguments.slots),
-            sandbox=sandbox,
-        ).run()
+        with FolderLock(folder):
+            console.print(f"controller for {arguments.gateway}, {arguments.slots} slots", highlight=False)
+            for line in layers.missing():
+                console.print(f"sandbox: {line}", highlight=False, soft_wrap=True)
+            await Controller(
+                client,
+                name=f"{socket.gethostname()}-{folder.name}",
+                folder=folder,
+                config=ControllerConfig(slots=arguments.slots),
+                sandbox=sandbox,
+            ).run()
     return 0

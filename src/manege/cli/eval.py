@@ -33,7 +33,7 @@ async def execute(arguments: argparse.Namespace) -> int:
         tasks = load_tasks(config.tasks, "heldout", seed=config.seed)
         if not tasks:
             raise ConfigError("tasks.heldout is not set: there is nothing to evaluate on")
-        check_agents(config, tasks)
+        check_agents(config, tasks, console)
         async with serving(config, train=False) as parts:
             run = RunId(config.name)
             await parts.client.put_run(run, config.model_dump(mode="json"))

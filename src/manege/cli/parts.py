@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from rich.console import Console
+
 from manege.client import Client
 from manege.config import EngineConfig, GatewayConfig, ModelConfig, RunConfig
 from manege.controller.environment import fill
@@ -78,9 +80,10 @@ class Parts:
     train_engine: TrainEngine | None
 
 
-def check_agents(config: RunConfig, tasks: Sequence[Task]) -> None:
-    """Refuse an environment that the tasks do not fill, and machines that cannot isolate agents."""
-    require(config.sandbox, probe())
+def check_agents(config: RunConfig, tasks: Sequence[Task], console: Console) -> None:
+    """Refuse an environment that the tasks do not fill, and machines that cannot isolate agents; say what they lack."""
+    for line in require(config.sandbox, probe()).missing():
+        console.print(f"sandbox: {line}", highlight=False, soft_wrap=True)
     for name, template in config.agent.env.items():
         fill(template, tasks[0].input, name=name)
 

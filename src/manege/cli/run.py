@@ -33,7 +33,7 @@ async def execute(arguments: argparse.Namespace) -> int:
     with scratch_folder(read_run(arguments)) as config:
         split = "heldout" if config.tasks.heldout else "train"
         task = _pick(load_tasks(config.tasks, split, seed=config.seed), arguments.task)
-        check_agents(config, [task])
+        check_agents(config, [task], console)
         temperature = config.sampling.temperature if arguments.temperature is None else arguments.temperature
         async with serving(config, train=False) as parts:
             run = RunId(config.name)

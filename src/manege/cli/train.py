@@ -43,7 +43,7 @@ async def execute(arguments: argparse.Namespace) -> int:
     with FolderLock(folder):
         _check_folder(folder, resume=arguments.resume)
         train_tasks, heldout_tasks = load_train_and_heldout(config.tasks, seed=config.seed)
-        check_agents(config, train_tasks)
+        check_agents(config, train_tasks, console)
         (folder / "config.json").write_text(json.dumps(config.model_dump(mode="json"), indent=1))
         console.print(f"manege train {config.name}: run folder {folder}", highlight=False)
         try:

@@ -1,11 +1,13 @@
 """Where an attempt lives on disk.
 
-`workspaces/<rollout>.<attempt>/` is private and goes when the attempt is over; of it the agent may write `workspace`,
-`home` and `scratch` and read `task.json`. `rollouts/<rollout>/<attempt>/` keeps what the programs printed.
+`workspaces/<rollout>.<attempt>/` is private and goes when the attempt is over, or when the next controller starts here;
+of it the agent may write `workspace`, `home` and `scratch` and read `task.json`. `rollouts/<rollout>/<attempt>/` keeps
+what the programs printed.
 """
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +18,9 @@ from urllib.parse import quote
 from manege.logs import get_logger, kv
 from manege.types import Rollout, Task
 
-__all__ = ["AttemptFolders", "make_folders"]
+__all__ = ["AttemptFolders", "make_folders", "remove_left_over", "whole_task"]
+
+_ROOT_NAME = re.compile(r"[^.]+\.\d+(\.control)?")
 
 _log = get_logger("controller")
 
@@ -55,12 +59,15 @@ class AttemptFolders:
         """The whole task, for a setup command; only there while that runs."""
         return self.root / "hidden.json"
 
+    def keep(self) -> None:
+        """Move what is private beside the logs instead of removing it."""
+        kept = self.logs / "left"
+        _remove(kept)
+        self.root.rename(kept)
+
     def remove(self) -> None:
-        """Delete what is private, also folders that the agent locked. What resists is reported and left."""
-        try:
-            shutil.rmtree(self.root, onerror=_unlock_and_retry)
-        except (OSError, RecursionError) as error:
-            _log.warning(kv("workspace not removed", folder=self.root, error=error))
+        """Delete what is private."""
+        _remove(self.root)
 
 
 def make_folders(folder: Path, rollout: Rollout, *, suffix: str = "") -> AttemptFolders:
@@ -70,8 +77,7 @@ def make_folders(folder: Path, rollout: Rollout, *, suffix: str = "") -> Attempt
         root=folder / "workspaces" / f"{name}.{rollout.attempt}{suffix}",
         logs=folder / "rollouts" / name / f"{rollout.attempt}{suffix}",
     )
-    if folders.root.exists():
-        folders.remove()
+    folders.remove()
     folders.root.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     for path in (folders.root, folders.workspace, folders.home, folders.scratch):
         path.mkdir(mode=0o700)
@@ -79,6 +85,13 @@ def make_folders(folder: Path, rollout: Rollout, *, suffix: str = "") -> Attempt
     task = rollout.spec.task
     folders.task_file.write_text(json.dumps({"id": task.id, "input": task.input}), encoding="utf-8")
     return folders
+
+
+def remove_left_over(folder: Path) -> None:
+    """Delete the private folders of attempts whose controller was killed, and nothing that only lies beside them."""
+    for root in (folder / "workspaces").glob("*.*"):
+        if _ROOT_NAME.fullmatch(root.name) and not root.is_symlink() and (root / "task.json").is_file():
+            _remove(root)
 
 
 def whole_task(task: Task) -> str:
@@ -89,6 +102,15 @@ def whole_task(task: Task) -> str:
 def _file_name(rollout_id: str) -> str:
     """Ids are the caller's; no id may name another folder."""
     return quote(rollout_id, safe="").replace(".", "%2E")
+
+
+def _remove(root: Path) -> None:
+    """Delete a folder, also what the agent locked. What resists is reported and left."""
+    try:
+        if root.exists():
+            shutil.rmtree(root, onerror=_unlock_and_retry)
+    except (OSError, RecursionError) as error:
+        _log.warning(kv("workspace not removed", folder=root, error=error))
 
 
 def _unlock_and_retry(function: Callable[..., Any], path: str, _: object) -> None:

@@ -7,7 +7,7 @@ exception. The scorer starts when every process of the agent is dead. Cancelling
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ from manege.controller.folders import AttemptFolders, make_folders, whole_task
 from manege.controller.outcome import Ending, judge_agent, judge_score
 from manege.controller.record import AttemptRecord
 from manege.controller.scoring import Verdict, score
-from manege.errors import HarnessError, ManegeError
+from manege.errors import EngineError, HarnessError, ManegeError
 from manege.logs import get_logger, kv
 from manege.sandbox.launcher import Launcher
 from manege.sandbox.layers import Layers
@@ -33,7 +33,7 @@ __all__ = ["LocalRunner"]
 _PRELOAD = ("manege.controller.record",)
 """What the arguments of setup and scorer functions are made of."""
 _TAIL_CHARS = 2000
-"""Of stdout, kept in the rollout's evidence."""
+"""Of stdout and stderr each, kept in the rollout's evidence."""
 
 _log = get_logger("controller")
 
@@ -48,7 +48,7 @@ class LocalRunner:
     """The run folder."""
     layers: Layers
     """What to enforce on agents."""
-    readable: tuple[str, ...]
+    readable: Sequence[str]
     """What agents may read beside system, interpreter and their own code."""
     keep_workspaces: bool
 
@@ -63,17 +63,18 @@ class LocalRunner:
     async def run(self, claim: Claim, config: RunConfig) -> Ending:
         """The whole attempt."""
         seconds: dict[str, float] = {}
-        evidence = {"sandbox": self.layers.names(), "seconds": seconds}
+        evidence = {"sandbox": self.layers.names(), "not_isolated": self.layers.missing(), "seconds": seconds}
         try:
             async with self._folders(claim.rollout, config.agent) as folders:
                 with _timed(seconds, "setup"):
                     await self._set_up(claim.rollout, config.agent, folders)
                 with _timed(seconds, "run"):
-                    ended = await self._run_agent(claim, config.agent, folders)
+                    ended = await self._run_agent(claim, config, folders)
                 record = await self._record(claim.rollout, ended, folders)
                 evidence |= _evidence(ended, record)
+                await self._check_engine(claim.rollout, ended, record)
                 budget_s = config.agent.limits.run_s
-                outcome, message = judge_agent(ended, num_calls=len(record.calls), run_s=budget_s)
+                outcome, message = judge_agent(ended, record, run_s=budget_s)
                 verdict = Verdict(reward=None)
                 if claim.rollout.spec.reward_from == "scorer":
                     with _timed(seconds, "score"):
@@ -92,7 +93,9 @@ class LocalRunner:
         try:
             yield folders
         finally:
-            if not self.keep_workspaces:
+            if self.keep_workspaces:
+                folders.keep()
+            else:
                 await _remove(folders, agent.limits.cleanup_s)
 
     async def _set_up(self, rollout: Rollout, agent: AgentConfig, folders: AttemptFolders) -> None:
@@ -123,12 +126,13 @@ class LocalRunner:
         if ended.code != 0:
             raise HarnessError(f"the setup failed with {ended.how}: {_tail(log).strip() or 'it printed nothing'}")
 
-    async def _run_agent(self, claim: Claim, agent: AgentConfig, folders: AttemptFolders) -> Exit:
-        gateway_url = self.client.url
+    async def _run_agent(self, claim: Claim, config: RunConfig, folders: AttemptFolders) -> Exit:
+        agent, tasks, gateway_url = config.agent, config.tasks, self.client.url
         policy = Policy(
             layers=self.layers,
             writable=[str(path) for path in (folders.workspace, folders.home, folders.scratch)],
             readable=[str(folders.task_file), *self.readable],
+            private=[str(self.folder), *(path for path in (tasks.train, tasks.heldout) if path)],
             tcp_ports=[_port(gateway_url)],
             protected_pids=[os.getpid()],
         )
@@ -160,6 +164,16 @@ class LocalRunner:
             timed_out=ended.timed_out,
             calls=calls.get(rollout.spec.id, []),
         )
+
+    async def _check_engine(self, rollout: Rollout, ended: Exit, record: AttemptRecord) -> None:
+        """Raises EngineError when the engine failed the last call of an agent that came to a bad end or to nothing:
+        such an attempt says nothing about the agent."""
+        if ended.limit is not None or (ended.code == 0 and record.calls):
+            return
+        failures = await self.client.events(rollout.spec.id, "engine.error")
+        answered_s = max((call.ended_s for call in record.calls), default=0.0)
+        if failures and failures[-1].timestamp_s > answered_s:
+            raise EngineError(f"the engine failed the agent's last model call: {failures[-1].data.get('message')}")
 
     async def _score(
         self, rollout: Rollout, config: RunConfig, record: AttemptRecord, folders: AttemptFolders
@@ -211,6 +225,7 @@ def _evidence(ended: Exit, record: AttemptRecord) -> dict[str, object]:
         "num_left": ended.num_left,
         "num_calls": len(record.calls),
         "stdout_tail": record.stdout[-_TAIL_CHARS:],
+        "stderr_tail": record.stderr[-_TAIL_CHARS:],
     }
 
 

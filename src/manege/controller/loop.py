@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from manege.client import Claim, Client
 from manege.config import ControllerConfig, RunConfig, SandboxConfig, parse_config
+from manege.controller.folders import remove_left_over
 from manege.controller.local import LocalRunner
 from manege.controller.outcome import Ending
 from manege.controller.plan import Actions, Lease, plan
@@ -56,10 +57,8 @@ class Controller:
         sandbox: SandboxConfig,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`name`: unique among the controllers of a gateway. Raises SandboxError if agents cannot be isolated here."""
-        layers = require(sandbox, probe())
-        for line in layers.missing():
-            _log.warning(line)
+        """`name`: unique among the controllers of a gateway. `folder`: for this one alone. Raises SandboxError if they
+        cannot isolate agents here."""
         self._client = client
         self._name = name
         self._config = config
@@ -69,8 +68,8 @@ class Controller:
             launcher=self._launcher,
             client=client,
             folder=folder.absolute(),
-            layers=layers,
-            readable=tuple(str(Path(path).expanduser().absolute()) for path in sandbox.readable),
+            layers=require(sandbox, probe()),
+            readable=sandbox.readable,
             keep_workspaces=config.keep_workspaces,
         )
         self._held: dict[RolloutId, _Held] = {}
@@ -87,6 +86,7 @@ class Controller:
     async def run(self) -> None:
         """Until cancelled. Raises ManegeError for what no repetition can mend, such as a wrong key."""
         try:
+            await asyncio.to_thread(remove_left_over, self._runner.folder)
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._claim_forever(), name="claim rollouts")
                 group.create_task(self._renew_forever(), name="renew leases")

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from manege.controller.record import AttemptRecord
 from manege.controller.scoring import Verdict
 from manege.sandbox.spec import Exit
 from manege.types import Outcome
@@ -23,7 +24,7 @@ class Ending:
     """Plain JSON."""
 
 
-def judge_agent(ended: Exit, *, num_calls: int, run_s: float) -> tuple[Outcome, str | None]:
+def judge_agent(ended: Exit, record: AttemptRecord, *, run_s: float) -> tuple[Outcome, str | None]:
     """An agent that ended by itself is ok, whatever its exit code, unless it never came to its first model call."""
     if ended.timed_out:
         return Outcome.AGENT_TIMEOUT, f"the agent did not end within {run_s:g} s (agent.limits.run_s)"
@@ -31,8 +32,9 @@ def judge_agent(ended: Exit, *, num_calls: int, run_s: float) -> tuple[Outcome, 
         return Outcome.AGENT_ERROR, f"the agent went over its limit of {ended.limit} (agent.limits)"
     if ended.code == 0:
         return Outcome.OK, None
-    if num_calls == 0:
-        return Outcome.AGENT_ERROR, f"the agent crashed before its first model call ({ended.how}); see its stderr.txt"
+    if not record.calls:
+        last_words = record.stderr.strip().rpartition("\n")[2] or "nothing on stderr"
+        return Outcome.AGENT_ERROR, f"the agent crashed before its first model call ({ended.how}): {last_words[:500]}"
     return Outcome.OK, f"the agent ended with {ended.how}"
 
 

@@ -21,7 +21,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from manege.sandbox.policy import apply, command_paths
+from manege.sandbox.code import command_paths
+from manege.sandbox.policy import apply
 from manege.sandbox.spec import Limits, ProcessSpec
 from manege.sandbox.syscalls import PR_SET_PDEATHSIG, is_linux, prctl
 
@@ -40,9 +41,9 @@ def run_child(
         keep = [pipe] if function is None else [pipe, reply]
         _prepare(spec, outputs, keep)
         if spec.policy is not None:
-            if function is None:
-                code = [*code, *command_paths(spec.program, spec.env.get("PATH", os.defpath))]
-            apply(spec.policy, code=code)
+            path = spec.env.get("PATH", os.defpath)
+            readable, listable = command_paths(spec.program, path) if function is None else ([], [])
+            apply(spec.policy, code=[*code, *readable], listable=listable)
         if function is None:
             os.execvpe(spec.program[0], list(spec.program), dict(spec.env))
     except BaseException as error:  # a process that is half set up may not go on, whatever it was

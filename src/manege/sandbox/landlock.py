@@ -37,9 +37,11 @@ def landlock_abi() -> int:
         return 0
 
 
-def restrict(*, abi: int, readable: Iterable[str], writable: Iterable[str], tcp_ports: Iterable[int]) -> None:
-    """Restrict this process. Paths that do not exist are skipped. From ABI 4 on TCP connects only to `tcp_ports` and
-    binds nowhere; from ABI 6 on signals and abstract sockets stay within the sandbox."""
+def restrict(
+    *, abi: int, readable: Iterable[str], listable: Iterable[str], writable: Iterable[str], tcp_ports: Iterable[int]
+) -> None:
+    """Restrict this process. Paths that do not exist are skipped; below `listable` only names can be read. From ABI 4
+    on TCP connects only to `tcp_ports` and binds nowhere; from ABI 6 on signals and abstract sockets stay within."""
     handled = (1 << 13) - 1
     handled |= (_REFER if abi >= 2 else 0) | (_TRUNCATE if abi >= 3 else 0) | (_IOCTL_DEV if abi >= 5 else 0)
     fields = [handled]
@@ -52,6 +54,8 @@ def restrict(*, abi: int, readable: Iterable[str], writable: Iterable[str], tcp_
     try:
         for path in readable:
             _allow_path(ruleset, path, _READ)
+        for path in listable:
+            _allow_path(ruleset, path, _READ_DIR)
         for path in writable:
             _allow_path(ruleset, path, handled & ~(_MAKE_CHAR | _MAKE_BLOCK))
         if abi >= 4:

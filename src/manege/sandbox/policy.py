@@ -5,9 +5,6 @@ agent's first instruction. Everything that is not listed is unreadable, home fol
 """
 
 import os
-import shutil
-import sys
-import sysconfig
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +12,7 @@ from manege.sandbox import landlock, seccomp
 from manege.sandbox.layers import Layers
 from manege.sandbox.syscalls import ARCH, PR_SET_NO_NEW_PRIVS, drop_capabilities, is_linux, prctl
 
-__all__ = ["Policy", "apply", "code_paths", "command_paths", "interpreter_paths"]
+__all__ = ["Policy", "apply"]
 
 # Files of /etc are listed one by one: host keys and password hashes lie there too.
 # fmt: off
@@ -40,24 +37,29 @@ class Policy:
     """Folders to read, write and run programs in: the workspace and private scratch folders."""
     readable: Sequence[str]
     """Files and folders to read and run programs from, beside system folders and the interpreter."""
+    private: Sequence[str]
+    """Files and folders that stay unreadable even inside a readable folder: the run folder and its keys, task files."""
     tcp_ports: Sequence[int]
     """The gateway's port, the only one to connect to (on any host: Landlock knows ports, not addresses)."""
     protected_pids: Sequence[int]
     """Processes that may not be signalled even where Landlock cannot scope signals: the controller."""
 
 
-def apply(policy: Policy, *, code: Iterable[str]) -> None:
-    """Restrict this process for good. `code`: files and folders of interpreter and agent. Raises OSError."""
+def apply(policy: Policy, *, code: Iterable[str], listable: Iterable[str] = ()) -> None:
+    """Restrict this process for good. `code`: files and folders of interpreter and agent; `listable`: folders whose
+    names, not files, it may read. Raises OSError."""
     if not is_linux():
         return
     prctl(PR_SET_NO_NEW_PRIVS, 1)
-    if os.geteuid() == 0:
-        drop_capabilities()
+    drop_capabilities()
     layers = policy.layers
     if layers.landlock_abi:
+        private = [os.path.realpath(path) for path in policy.private]
+        parts = [_split(path, private) for path in (*_SYSTEM, *code, *policy.readable)]
         landlock.restrict(
             abi=layers.landlock_abi,
-            readable=[*_SYSTEM, *code, *policy.readable],
+            readable=[path for readable, _ in parts for path in readable],
+            listable=[*listable, *(path for _, folders in parts for path in folders)],
             writable=[*_DEVICES, *policy.writable],
             tcp_ports=policy.tcp_ports,
         )
@@ -65,27 +67,13 @@ def apply(policy: Policy, *, code: Iterable[str]) -> None:
         seccomp.install(seccomp.build_filter(ARCH, protected_pids=[os.getppid(), *policy.protected_pids]))
 
 
-def interpreter_paths() -> Sequence[str]:
-    """Where this Python and its packages live, which may be below a home folder or in the project's folder."""
-    return sorted({sys.prefix, sys.base_prefix, sysconfig.get_path("purelib"), sysconfig.get_path("platlib")})
-
-
-def command_paths(argv: Sequence[str], search_path: str) -> Sequence[str]:
-    """Code of a command: its executable, and its arguments that are absolute paths of files."""
-    executable = shutil.which(argv[0], path=search_path)
-    files = [executable, *(argument for argument in argv[1:] if os.path.isabs(argument))]
-    return [os.path.realpath(file) for file in files if file and os.path.isfile(file)]
-
-
-def code_paths() -> Sequence[str]:
-    """Code outside the interpreter that this process has imported: packages as folders, single modules as files."""
-    covered = [path + os.sep for path in interpreter_paths()]
-    found: list[str] = []
-    modules = [module for module in list(sys.modules.values()) if getattr(module, "__file__", None)]
-    for module in sorted(modules, key=lambda module: str(module.__file__)):
-        location = str(module.__file__)
-        if not location.startswith(tuple(covered)):
-            path = os.path.dirname(location) if hasattr(module, "__path__") else location
-            found.append(path)
-            covered.append(path + os.sep)
-    return found
+def _split(path: str, private: Iterable[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """A path as what may be read of it and what only be listed, since Landlock cannot take a right back: a folder that
+    holds something private falls apart into its entries."""
+    path = os.path.realpath(path)
+    if path in private:
+        return [], []
+    if not any(inner.startswith(path.rstrip(os.sep) + os.sep) for inner in private):
+        return [path], []
+    parts = [_split(entry.path, private) for entry in os.scandir(path) if not entry.is_symlink()]
+    return [file for part, _ in parts for file in part], [path, *(folder for _, part in parts for folder in part)]

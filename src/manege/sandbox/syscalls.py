@@ -102,7 +102,7 @@ def drop_capabilities() -> None:
     for capability in range(64):
         try:
             prctl(PR_CAPBSET_DROP, capability)
-        except OSError:  # past the last capability of this kernel
+        except OSError:  # past the last capability of this kernel, or an ordinary user
             break
     header = _CAPABILITY_VERSION_3.to_bytes(4, sys.byteorder) + bytes(4)
     syscall("capset", header, bytes(24))

@@ -20,7 +20,7 @@ from typing import NoReturn
 from manege.errors import HarnessError
 from manege.programs import import_function
 from manege.sandbox.child import Function, run_child
-from manege.sandbox.policy import code_paths, interpreter_paths
+from manege.sandbox.code import imported_paths, interpreter_paths
 from manege.sandbox.spec import Exit, ProcessSpec
 from manege.sandbox.supervisor import send_exit, supervise
 from manege.sandbox.warmup import warm_up
@@ -39,7 +39,7 @@ def main(control_descriptor: int, program: str, role: str, preload: Sequence[str
     except HarnessError as error:
         control.sendall(str(error).encode())
         return
-    code = [*interpreter_paths(), *(code_paths() if function else [])]
+    code = [*interpreter_paths(), *(imported_paths() if function else [])]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors are reaped by the kernel
     gc.collect()
