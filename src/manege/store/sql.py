@@ -215,6 +215,7 @@ class SqlStore:
 
     async def set_value(self, key: str, value: Any) -> None:
         """Durable, as every write."""
+
         def write(connection: Connection) -> None:
             table, text = tables.settings, dumps(value)
             changed = connection.execute(update(table).where(table.c.key == key).values(value=text))
