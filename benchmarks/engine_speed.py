@@ -8,7 +8,7 @@ agents that pause between their calls, as harnesses do: 16 agents of 3 turns ove
 turns; the load of the machine is printed, since it decides how far the absolute numbers can be trusted.
 """
 
-from manege.engine.threads import calm_threads, choose_num_threads
+from manege.engine.threads import ThreadChoice, calm_threads
 
 calm_threads()
 
@@ -138,7 +138,7 @@ async def main():
     parser.add_argument("--quick", action="store_true", help="batch 1 and 8, one repeat")
     arguments = parser.parse_args()
     folder = open_folder(arguments.model)
-    num_threads = choose_num_threads(arguments.threads)
+    num_threads = ThreadChoice(arguments.threads).num_threads()
     sides = {"ours": Ours(folder, num_threads), "transformers": Theirs(folder, num_threads)}
     print(f"model {folder.name}, {num_threads} threads, load before {os.getloadavg()[0]:.1f}")
     results = await measure(sides, *(([1, 8], 1) if arguments.quick else ([1, 8, 32], 3)))

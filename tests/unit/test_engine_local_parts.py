@@ -5,6 +5,8 @@ import os
 import random
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ import torch
 from manege.engine.base import Sampling
 from manege.engine.kv_cache import KvCache
 from manege.engine.sampling import choose_tokens
-from manege.engine.threads import choose_num_threads
+from manege.engine.threads import ThreadChoice
 from manege.errors import EngineError
 from manege.model.folder import open_folder
 from manege.model.load import load_model
@@ -162,8 +164,8 @@ def test_a_sequence_waits_for_a_long_prefix_that_another_is_computing(cache):
 
 
 def test_threads_are_what_was_asked_for_or_at_most_the_cores():
-    assert choose_num_threads(3) == 3
-    assert 1 <= choose_num_threads(None) <= (os.cpu_count() or 1)
+    assert ThreadChoice(3).num_threads() == 3
+    assert 1 <= ThreadChoice(None).num_threads() <= (os.cpu_count() or 1)
 
 
 def test_openmp_is_calm_before_torch_is_imported_unless_told_otherwise():
@@ -174,3 +176,18 @@ def test_openmp_is_calm_before_torch_is_imported_unless_told_otherwise():
     environment = {"PATH": "/usr/bin", "GOMP_SPINCOUNT": "5"}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
     assert done.stdout == "False 5 0\n"
+
+
+@pytest.mark.skipif(not Path("/proc/stat").exists(), reason="only Linux tells what other processes use")
+def test_a_busy_neighbour_takes_a_thread_away():
+    cores = ThreadChoice(None).num_threads()
+    if cores == 1:
+        pytest.skip("one core: nothing to give up")
+    choice = ThreadChoice(None)
+    neighbours = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(cores)]
+    time.sleep(2.5)
+    busy = choice.num_threads()
+    for neighbour in neighbours:
+        neighbour.kill()
+        neighbour.wait()
+    assert busy < cores

@@ -23,7 +23,7 @@ import torch
 from manege.config import EngineConfig
 from manege.engine.base import Chunk, EngineInfo, Sampling, Weights
 from manege.engine.local_batch import Batch, LiveSequence
-from manege.engine.threads import choose_num_threads
+from manege.engine.threads import ThreadChoice
 from manege.errors import ContextOverflowError, EngineError, ProtocolError
 from manege.logs import get_logger, kv
 from manege.model.base import LanguageModel
@@ -35,6 +35,8 @@ __all__ = ["LocalEngine"]
 
 _log = get_logger("engine")
 _FIRST_VERSION = PolicyVersion(0)
+_TURNS_PER_CHOICE = 20
+"""Decode steps between two looks at the machine's load: a few seconds."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,7 +65,8 @@ class LocalEngine:
         self._context_limit = min(model.context_limit, max_context or model.context_limit, config.cache_tokens)
         self._version = version
         self._rng = random.Random(seed)
-        self._num_threads = choose_num_threads(config.threads)
+        self._threads = ThreadChoice(config.threads)
+        self._num_turns = 0
         self._batch: Batch[_Reader] = Batch(
             model,
             folder.tokenizer,
@@ -181,8 +184,8 @@ class LocalEngine:
     # ---- On the worker thread.
 
     def _work(self) -> None:
-        torch.set_num_threads(self._num_threads)
-        _log.info(kv("engine started", model=self._name, threads=self._num_threads, context=self._context_limit))
+        self._choose_threads()
+        _log.info(kv("engine started", model=self._name, context=self._context_limit))
         try:
             while self._turn():
                 pass
@@ -209,7 +212,16 @@ class LocalEngine:
                 done.set_result(None)
         if self._can_step():
             self._deliver(self._batch.step(self._version))
+            self._num_turns += 1
+            if self._num_turns % _TURNS_PER_CHOICE == 0:
+                self._choose_threads()
         return True
+
+    def _choose_threads(self) -> None:
+        wanted = self._threads.num_threads()
+        if wanted != torch.get_num_threads():
+            torch.set_num_threads(wanted)
+            _log.info(kv("threads follow the machine's load", threads=wanted))
 
     def _next_command(self) -> tuple[Future[None], Callable[[], None]] | None:
         with self._wake:

@@ -7,9 +7,13 @@ between two operations of a forward pass.
 """
 
 import os
+import time
 from pathlib import Path
 
-__all__ = ["calm_threads", "choose_num_threads"]
+__all__ = ["ThreadChoice", "calm_threads"]
+
+_SAMPLE_S = 2.0
+"""Over less, other processes' CPU time is noise."""
 
 _CALM = {"GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "0"}
 
@@ -20,13 +24,37 @@ def calm_threads() -> None:
         os.environ.setdefault(key, value)
 
 
-def choose_num_threads(asked: int | None) -> int:
-    """What was asked for, else the physical cores that others leave free, at least one."""
-    if asked is not None:
-        return asked
-    cores = _physical_cores()
-    # A load below one half is noise: a lone daemon must not halve a two-core machine.
-    return max(1, cores - round(os.getloadavg()[0] - 0.01))
+class ThreadChoice:
+    """Follows what others do on this machine; asked now and then by the thread that computes."""
+
+    def __init__(self, asked: int | None) -> None:
+        """`asked`: a fixed number; None: the physical cores that others leave free, at least one."""
+        self._asked = asked
+        self._cores = _physical_cores()
+        self._since = _used_s()
+
+    def num_threads(self) -> int:
+        """By the time that has passed since the last call; all cores until enough of it has."""
+        if self._asked is not None:
+            return self._asked
+        now = _used_s()
+        wall_s, others_s = (now[0] - self._since[0]), (now[1] - self._since[1])
+        if wall_s < _SAMPLE_S:
+            return self._cores
+        self._since = now
+        # Agents of our own count as others; up to half a core of them is no reason to leave one idle.
+        return max(1, self._cores - int(others_s / wall_s + 0.4))
+
+
+def _used_s() -> tuple[float, float]:
+    """Seconds since the start of this machine, and CPU seconds that other processes have used in them."""
+    try:
+        fields = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    except (OSError, ValueError):  # not Linux: nothing is known of others
+        return time.monotonic(), 0.0
+    idle_ticks = fields[3] + fields[4]
+    busy_s = (sum(fields) - idle_ticks) / os.sysconf("SC_CLK_TCK")
+    return time.monotonic(), busy_s - time.process_time()
 
 
 def _physical_cores() -> int:
