@@ -19,13 +19,12 @@ from pydantic import TypeAdapter
 from manege import errors
 from manege.engine.base import Weights
 from manege.errors import ManegeError, StoreError, UnavailableError
-from manege.store.base import Run, TerminalPage
+from manege.store.base import Ending, Run, TerminalPage
 from manege.store.codec import ROLLOUT, ROLLOUTS, RUN, TERMINAL_PAGE, decode_call
 from manege.types import (
     Call,
     Event,
     JsonObject,
-    Outcome,
     PolicyVersion,
     Rollout,
     RolloutId,
@@ -130,20 +129,10 @@ class Client:
         body = {"controller": controller, "rollout_ids": list(rollout_ids), "lease_s": lease_s}
         return orjson.loads(await self._send("POST", "/api/leases/renew", body))["lost"]
 
-    async def finish(
-        self,
-        rollout_id: RolloutId,
-        attempt: int,
-        *,
-        outcome: Outcome,
-        reward: float | None,
-        message: str | None,
-        evidence: JsonObject,
-    ) -> Rollout:
+    async def finish(self, rollout_id: RolloutId, attempt: int, ending: Ending) -> Rollout:
         """End an attempt. Raises ConflictError when it is over already."""
-        body = {"outcome": outcome, "reward": reward, "message": message, "evidence": evidence}
         path = f"/api/rollouts/{rollout_id}/attempt/{attempt}/finish"
-        return ROLLOUT.validate_json(await self._send("POST", path, body))
+        return ROLLOUT.validate_json(await self._send("POST", path, ending))
 
     async def cancel(self, rollout_id: RolloutId) -> Rollout:
         """End a rollout at once; a terminal one is returned as it is."""

@@ -104,6 +104,7 @@ async def test_an_agent_is_set_up_run_and_scored_on_what_the_gateway_recorded(cl
     ("agent", "scorer", "limits", "outcome", "reward", "message"),
     [
         ("nothing", "score_one", {}, Outcome.OK, 1.0, None),
+        ("nothing", "score_files", {}, Outcome.OK, 0.0, None),
         ("ask_once", "score_nothing", {}, Outcome.OK, None, None),
         ("ask_and_fail", "score_one", {}, Outcome.OK, 1.0, "exit code 3"),
         ("raise_error", "score_nothing", {}, Outcome.AGENT_ERROR, 0.0, "crashed before its first model call"),

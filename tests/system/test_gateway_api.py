@@ -19,6 +19,7 @@ from manege.errors import (
 )
 from manege.gateway.hold import Gate
 from manege.gateway.server import GatewayServer
+from manege.store.base import Ending
 from manege.types import Outcome, RolloutSpec, RolloutState, Task
 from tests.calls import make_call
 from tests.conftest import OPERATOR_KEY
@@ -38,7 +39,7 @@ def spec(name, **changes):
 
 
 async def finish(client, name, attempt=0, outcome=Outcome.OK, reward=1.0):
-    return await client.finish(name, attempt, outcome=outcome, reward=reward, message=None, evidence={"exit_code": 0})
+    return await client.finish(name, attempt, Ending(outcome=outcome, reward=reward, evidence={"exit_code": 0}))
 
 
 async def test_a_rollout_goes_from_creation_to_the_feed_through_the_client(client, store):

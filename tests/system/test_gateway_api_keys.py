@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from manege.gateway.auth import operator_key
+from manege.store.base import Ending
 from manege.types import Outcome, RolloutSpec, Task
 from tests.conftest import OPERATOR_KEY
 
@@ -131,18 +132,18 @@ async def test_agents_post_events_but_rewards_only_where_they_judge_themselves(h
     assert (await http.post(EVENTS.format("a", 0), content=b"[]", headers=bearer(keys["a"]))).status_code == 400
     large = await post_event(http, keys["a"], "a", data={"x": "y" * 2_000_000})
     assert (large.status_code, "larger than" in large.text) == (400, True)
-    ended = await client.finish("own", 0, outcome=Outcome.OK, reward=None, message=None, evidence={})
+    ended = await client.finish("own", 0, Ending(outcome=Outcome.OK))
     assert ended.reward == 0.5
 
 
 async def test_a_key_is_dead_once_its_attempt_is_over_and_what_comes_late_is_kept_apart(http, keys, client, store):
-    await client.finish("own", 0, outcome=Outcome.INFRA_ERROR, reward=None, message=None, evidence={})
+    await client.finish("own", 0, Ending(outcome=Outcome.INFRA_ERROR))
     (claim,) = await client.claim(controller="c", limit=1, lease_s=30)
     late = await post_event(http, keys["own"], "own", 0, "reward", {"value": 1.0})
     assert (late.status_code, late.json()["error"]["code"]) == (409, "conflict")
     assert (await http.get("/v1/models", headers=bearer(keys["own"]))).status_code == 409
     assert (await post_event(http, claim.agent_key, "own", 1, "reward", {"value": 0.25})).status_code == 200
-    ended = await client.finish("own", 1, outcome=Outcome.OK, reward=None, message=None, evidence={})
+    ended = await client.finish("own", 1, Ending(outcome=Outcome.OK))
     assert ended.reward == 0.25
     late = await post_event(http, claim.agent_key, "own", 1, "reward", {"value": 1.0})
     call = {"model": "m", "messages": [{"role": "user", "content": "too late"}]}

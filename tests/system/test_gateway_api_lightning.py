@@ -12,6 +12,7 @@ import pytest
 
 from manege.engine.server import engine_app
 from manege.gateway.server import Server
+from manege.store.base import Ending
 from manege.types import Outcome, RolloutSpec, Task
 from tests.calls import make_call
 from tests.conftest import OPERATOR_KEY
@@ -151,7 +152,7 @@ async def test_triplets_keep_the_last_of_calls_with_the_same_prompt(http, store,
 async def test_a_scorers_verdict_reads_as_a_reward_event_and_the_trainers_hook_may_add_one(http, client):
     await client.create_rollouts([RolloutSpec(id="s", run="run", task=Task(id="t", input={}))])
     await client.claim(controller="c", limit=1, lease_s=30)
-    await client.finish("s", 0, outcome=Outcome.OK, reward=0.75, message=None, evidence={})
+    await client.finish("s", 0, Ending(outcome=Outcome.OK, reward=0.75))
     params = {"format": "triplet", "event_type": "reward"}
     assert [event["data"]["value"] for event in (await http.get("/api/rollouts/s/events", params=params)).json()] == [
         0.75

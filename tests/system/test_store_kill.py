@@ -12,6 +12,7 @@ import pytest
 from manege.client import Client
 from manege.engine.base import Weights
 from manege.errors import ManegeError
+from manege.store.base import Ending
 from manege.types import Outcome, RolloutSpec, RolloutState, Task
 from tests.conftest import OPERATOR_KEY
 
@@ -79,7 +80,7 @@ async def work(url, worker, known):
                 known.calls.add((taken, answer.json()["choices"][0]["message"]["content"]))
                 await client.add_event(taken, 0, "note", {"from": taken})
                 known.events.add(taken)
-                await client.finish(taken, 0, outcome=Outcome.OK, reward=0.5, message=None, evidence={})
+                await client.finish(taken, 0, Ending(outcome=Outcome.OK, reward=0.5))
                 known.ended.add(taken)
 
 

@@ -17,7 +17,7 @@ from manege.client import Claim, Client
 from manege.config import AgentConfig, LimitsConfig, RunConfig
 from manege.controller.environment import agent_environment, system_environment
 from manege.controller.folders import AttemptFolders, make_folders, whole_task
-from manege.controller.outcome import Ending, judge_agent, judge_score
+from manege.controller.outcome import judge_agent, judge_score
 from manege.controller.record import AttemptRecord
 from manege.controller.scoring import Verdict, score
 from manege.errors import EngineError, HarnessError, ManegeError
@@ -26,6 +26,7 @@ from manege.sandbox.launcher import Launcher
 from manege.sandbox.layers import Layers
 from manege.sandbox.policy import Policy
 from manege.sandbox.spec import Exit, Limits, ProcessSpec
+from manege.store.base import Ending
 from manege.types import Outcome, Rollout
 
 __all__ = ["LocalRunner"]
@@ -83,7 +84,7 @@ class LocalRunner:
                     outcome, message = judge_score(outcome, message, verdict, control)
                 return Ending(outcome=outcome, reward=verdict.reward, message=message, evidence=evidence)
         except (ManegeError, OSError) as error:
-            return Ending(outcome=Outcome.INFRA_ERROR, reward=None, message=str(error), evidence=evidence)
+            return Ending(outcome=Outcome.INFRA_ERROR, message=str(error), evidence=evidence)
 
     @asynccontextmanager
     async def _folders(

@@ -18,12 +18,12 @@ from manege.client import Claim, Client
 from manege.config import ControllerConfig, RunConfig, SandboxConfig, parse_config
 from manege.controller.folders import remove_left_over
 from manege.controller.local import LocalRunner
-from manege.controller.outcome import Ending
 from manege.controller.plan import Actions, Lease, plan
 from manege.errors import ConfigError, ConflictError, HarnessError, ManegeError, NotFoundError, UnavailableError
 from manege.logs import get_logger, kv
 from manege.sandbox.launcher import Launcher
 from manege.sandbox.probe import probe, require
+from manege.store.base import Ending
 from manege.types import Outcome, RolloutId, RunId
 
 __all__ = ["Controller"]
@@ -166,23 +166,15 @@ class Controller:
         try:
             config = await self._run_config(claim.rollout.spec.run)
         except (ConfigError, HarnessError, NotFoundError, UnavailableError) as error:
-            return Ending(outcome=Outcome.INFRA_ERROR, reward=None, message=str(error), evidence={})
+            return Ending(outcome=Outcome.INFRA_ERROR, message=str(error))
         return await self._runner.run(claim, config)
 
     async def _post(self, claim: Claim, ending: Ending) -> None:
+        rollout = claim.rollout
         try:
-            await _reach(
-                lambda: self._client.finish(
-                    claim.rollout.spec.id,
-                    claim.rollout.attempt,
-                    outcome=ending.outcome,
-                    reward=ending.reward,
-                    message=ending.message,
-                    evidence=ending.evidence,
-                )
-            )
+            await _reach(lambda: self._client.finish(rollout.spec.id, rollout.attempt, ending))
         except (ConflictError, NotFoundError) as error:  # cancelled, taken over or deleted meanwhile
-            _log.info(kv("end not posted", rollout_id=claim.rollout.spec.id, error=error))
+            _log.info(kv("end not posted", rollout_id=rollout.spec.id, error=error))
 
     async def _run_config(self, run_id: RunId) -> RunConfig:
         """Read once per run, whose programs are then made ready."""

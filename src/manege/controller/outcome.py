@@ -1,27 +1,11 @@
 """From what was seen of an agent to the outcome of its attempt (the table of docs/concepts/rollouts.md). Pure."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
-
 from manege.controller.record import AttemptRecord
 from manege.controller.scoring import Verdict
 from manege.sandbox.spec import Exit
 from manege.types import Outcome
 
-__all__ = ["Ending", "judge_agent", "judge_score"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
-    """How an attempt ended: what is posted as `finish`."""
-
-    outcome: Outcome
-    reward: float | None
-    message: str | None
-    """One line for people."""
-    evidence: Mapping[str, Any]
-    """Plain JSON."""
+__all__ = ["judge_agent", "judge_score"]
 
 
 def judge_agent(ended: Exit, record: AttemptRecord, *, run_s: float) -> tuple[Outcome, str | None]:

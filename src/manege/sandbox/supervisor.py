@@ -6,20 +6,19 @@ subreaper of all descendants, so double forks and new sessions do not escape: it
 Single-threaded; ignores polite signals, and the agent's filter does not let it be killed from inside.
 """
 
-import json
 import os
 import resource
 import select
 import signal
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from manege.sandbox.processes import descendants, kill_all, reap
 from manege.sandbox.spec import Exit, Limits
 from manege.sandbox.syscalls import PR_SET_CHILD_SUBREAPER, is_linux, prctl
 
-__all__ = ["send_exit", "supervise"]
+__all__ = ["supervise"]
 
 _TICK_MS = 200
 """Between looks at what no system call limits: the number of processes and the size of the output."""
@@ -55,14 +54,6 @@ def supervise(start: Callable[[int], None], lifeline: socket.socket, outputs: Se
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_seconds = usage.ru_utime + usage.ru_stime
     return replace(ended, cpu_seconds=cpu_seconds, num_left=num_left, error=error or None)
-
-
-def send_exit(lifeline: socket.socket, ended: Exit) -> None:
-    """Tell the controller, if it still lives."""
-    try:
-        lifeline.sendall(json.dumps(asdict(ended)).encode())
-    except OSError:
-        pass
 
 
 def _wake_on_child_death() -> int:

@@ -5,8 +5,10 @@ lifeline). Out: a supervisor per request; the parent itself never runs agent cod
 no other socket and no thread, so that a fork of it is safe and gives nothing away. It ends with its control socket.
 """
 
+import contextlib
 import gc
 import importlib
+import json
 import os
 import pickle
 import signal
@@ -14,7 +16,7 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import NoReturn
 
 from manege.errors import HarnessError
@@ -22,7 +24,7 @@ from manege.programs import import_function
 from manege.sandbox.child import Function, run_child
 from manege.sandbox.code import imported_paths, interpreter_paths
 from manege.sandbox.spec import Exit, ProcessSpec
-from manege.sandbox.supervisor import send_exit, supervise
+from manege.sandbox.supervisor import supervise
 from manege.sandbox.warmup import warm_up
 
 __all__ = ["main"]
@@ -95,5 +97,6 @@ def _supervise(function: Function | None, code: Sequence[str], request: int, lif
     except OSError as error:
         message = f"{type(error).__name__}: {error}"
         ended = Exit(code=None, signal=None, cpu_seconds=0, num_left=0, error=message)
-    send_exit(lifeline, ended)
+    with contextlib.suppress(OSError):  # the controller may be gone
+        lifeline.sendall(json.dumps(asdict(ended)).encode())
     os._exit(0)
