@@ -268,6 +268,10 @@ class RunConfig(_Section):
         """Where the run keeps everything."""
         return self.folder or Path("runs", self.name).absolute()
 
+    def to_json(self) -> dict[str, Any]:
+        """For the store and the run folder: everything but the operator key."""
+        return self.model_dump(mode="json", exclude={"gateway": {"key"}})
+
 
 def load_config(path: Path, overrides: Sequence[str] = (), *, quick: bool = False) -> RunConfig:
     """Read a run file and apply `section.key=value` overrides (TOML values, else strings). Raises ConfigError."""

@@ -14,11 +14,9 @@ ROOT = Path(__file__).parents[2]
 RUN_FILE = ROOT / "tests" / "tiny" / "run.toml"
 
 
-def manege(*arguments, **options):
+def manege(*arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=None):
     command = [sys.executable, "-c", "import sys; from manege.cli import main; sys.exit(main())", *map(str, arguments)]
-    return subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8", **options
-    )
+    return subprocess.Popen(command, cwd=ROOT, stdout=stdout, stderr=stderr, env=env, text=True, encoding="utf-8")
 
 
 def finish(process, timeout_s=170):
@@ -123,6 +121,9 @@ def test_a_stopped_run_leaves_no_agent_and_goes_on_where_it_was(tmp_path, number
     assert not left
 
     first = rows(folder, "step")
+    code, _, err = finish(manege("train", RUN_FILE, *overrides, "seed=5", "--resume"))
+    assert code == 2
+    assert "was started with seed = 0, not 5" in err
     code, _, err = finish(manege("train", RUN_FILE, *overrides, "--resume"))
     assert code == 0, err
     steps = rows(folder, "step")
@@ -131,6 +132,20 @@ def test_a_stopped_run_leaves_no_agent_and_goes_on_where_it_was(tmp_path, number
     versions = [row["policy_version"] for row in steps]
     assert versions == sorted(set(versions))
     assert len(rows(folder, "evaluation")) == 4
+
+
+@pytest.mark.timeout(240)
+def test_the_default_recipe_trains_a_few_steps(tmp_path):
+    folder = tmp_path / "run"
+    run_file = ROOT / "src" / "manege" / "recipes" / "finder" / "run.toml"
+    overrides = [f"folder={folder}", "train.steps=2", "tasks.num_heldout=4", "train.checkpoint_every=2"]
+    code, _, err = finish(manege("train", run_file, *overrides), 230)
+    assert code == 0, err
+    steps = rows(folder, "step")
+    assert len(steps) == 2
+    assert all(row["gap_max"] < 1e-3 and row["samples_per_rollout"] == 1.0 for row in steps)
+    assert all(row["num_calls"] > row["num_rollouts"] for row in steps)
+    assert {row["temperature"] for row in rows(folder, "evaluation")} == {1.0, 0.0}
 
 
 def test_two_trainings_cannot_share_a_run_folder(tmp_path):

@@ -8,7 +8,8 @@ from rich.console import Console
 from manege.cli.parts import local_engine
 from manege.config import EngineConfig, GatewayConfig, ModelConfig
 from manege.engine.server import engine_app
-from manege.gateway.server import Server
+from manege.errors import ConfigError
+from manege.gateway.server import LOOPBACK, Server
 from manege.rendering.select import renderer_for
 
 EXAMPLES = """examples:
@@ -22,11 +23,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default=ModelConfig().path, help="model folder or name (default: %(default)s)")
     parser.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="default: %(default)s")
     parser.add_argument("--host", default=GatewayConfig().host, help="address to bind (default: %(default)s)")
+    parser.add_argument("--expose", action="store_true", help="accept an address that can be reached from outside")
     parser.add_argument("--port", type=int, default=8000, help="port to bind, 0: any (default: %(default)s)")
 
 
 async def execute(arguments: argparse.Namespace) -> int:
     """Serve until stopped."""
+    if arguments.host not in LOOPBACK and not arguments.expose:
+        raise ConfigError(
+            f"--host {arguments.host}: the token wire has no key, and its callers can change the weights; "
+            "bind 127.0.0.1, or say --expose where only the gateway reaches it"
+        )
     model = ModelConfig(path=arguments.model, device=arguments.device)
     folder, engine = await asyncio.to_thread(local_engine, model, EngineConfig(), seed=0)
     try:

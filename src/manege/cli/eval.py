@@ -36,7 +36,7 @@ async def execute(arguments: argparse.Namespace) -> int:
         check_agents(config, tasks, console)
         async with serving(config, train=False) as parts:
             run = RunId(config.name)
-            await parts.client.put_run(run, config.model_dump(mode="json"))
+            await parts.client.put_run(run, config.to_json())
             feed = GroupFeed(
                 parts.client,
                 run,

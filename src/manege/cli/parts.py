@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from rich.console import Console
 
@@ -18,6 +18,7 @@ from manege.controller.environment import fill
 from manege.controller.loop import Controller
 from manege.engine.base import Engine
 from manege.engine.threads import calm_threads
+from manege.engine.upstream import UpstreamEngine
 from manege.errors import ConfigError, ManegeError
 from manege.gateway.app import create_app
 from manege.gateway.auth import operator_key
@@ -41,6 +42,9 @@ __all__ = [
     "train_engine_alone",
 ]
 
+
+if TYPE_CHECKING:
+    from manege.model.base import LanguageModel
 
 _log = get_logger("cli")
 
@@ -108,25 +112,43 @@ async def serving(config: RunConfig, *, train: bool) -> AsyncIterator[Parts]:
 def local_engine(model: ModelConfig, config: EngineConfig, *, seed: int) -> tuple[ModelFolder, Engine]:
     """A model folder and the engine that serves it, without a trainer."""
     folder = open_folder(model.path)
-    calm_threads()
-    from manege.engine.local import LocalEngine
-    from manege.model.load import load_model
-
-    loaded = load_model(folder, _device(model.device))
-    return folder, LocalEngine(loaded, folder, config=config, seed=seed, max_context=model.max_context)
+    return folder, _local_engine(_load(model, folder), folder, model, config, seed)
 
 
 def _engines(config: RunConfig, folder: ModelFolder, train: bool) -> tuple[Engine, TrainEngine | None]:
-    """The engine and, over the same weights, the train engine."""
+    """The engine and, over the same weights unless the engine is elsewhere, the train engine."""
+    if config.gateway.engine_url:
+        return UpstreamEngine(config.gateway.engine_url), _train_engine_apart(config, folder) if train else None
     calm_threads()
-    from manege.engine.local import LocalEngine
-    from manege.model.load import load_model
     from manege.trainer.engines.torch import TorchEngine
 
-    model = load_model(folder, _device(config.model.device))
+    model = _load(config.model, folder)
     trainer = TorchEngine(model, folder, config.train) if train else None
-    engine = LocalEngine(model, folder, config=config.engine, seed=config.seed, max_context=config.model.max_context)
-    return engine, trainer
+    return _local_engine(model, folder, config.model, config.engine, config.seed), trainer
+
+
+def _train_engine_apart(config: RunConfig, folder: ModelFolder) -> TrainEngine:
+    """Publishes its weights as folders that an engine elsewhere can read."""
+    calm_threads()
+    from manege.trainer.engines.torch import TorchEngine
+
+    model = _load(config.model, folder)
+    return TorchEngine(model, folder, config.train, publish_folder=config.run_folder / "weights")
+
+
+def _load(model: ModelConfig, folder: ModelFolder) -> "LanguageModel":
+    calm_threads()
+    from manege.model.load import load_model
+
+    return load_model(folder, _device(model.device))
+
+
+def _local_engine(
+    loaded: "LanguageModel", folder: ModelFolder, model: ModelConfig, config: EngineConfig, seed: int
+) -> Engine:
+    from manege.engine.local import LocalEngine
+
+    return LocalEngine(loaded, folder, config=config, seed=seed, max_context=model.max_context)
 
 
 def _device(wanted: str) -> str:
@@ -142,16 +164,10 @@ def _device(wanted: str) -> str:
 
 @asynccontextmanager
 async def train_engine_alone(config: RunConfig, client: Client) -> AsyncIterator[Parts]:
-    """A train engine for a gateway elsewhere: weights are published as folders that its engine can read."""
+    """A train engine for a gateway elsewhere."""
     async with client:
         await client.state()
-        calm_threads()
-        from manege.model.load import load_model
-        from manege.trainer.engines.torch import TorchEngine
-
-        folder = open_folder(config.model.path)
-        model = await asyncio.to_thread(load_model, folder, _device(config.model.device))
-        engine = TorchEngine(model, folder, config.train, publish_folder=config.run_folder / "weights")
+        engine = await asyncio.to_thread(_train_engine_apart, config, open_folder(config.model.path))
         yield Parts(client=client, train_engine=engine)
 
 

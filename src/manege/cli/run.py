@@ -37,7 +37,7 @@ async def execute(arguments: argparse.Namespace) -> int:
         temperature = config.sampling.temperature if arguments.temperature is None else arguments.temperature
         async with serving(config, train=False) as parts:
             run = RunId(config.name)
-            await parts.client.put_run(run, config.model_dump(mode="json"))
+            await parts.client.put_run(run, config.to_json())
             feed = GroupFeed(parts.client, run, cursor=0, reward_from=config.scorer.reward_from, max_attempts=1)
             await feed.start(task, size=1, is_train=False, temperature=temperature)
             _print(console, await feed.next_group())

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import json
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
@@ -44,7 +45,7 @@ async def execute(arguments: argparse.Namespace) -> int:
         _check_folder(folder, resume=arguments.resume)
         train_tasks, heldout_tasks = load_train_and_heldout(config.tasks, seed=config.seed)
         check_agents(config, train_tasks, console)
-        (folder / "config.json").write_text(json.dumps(config.model_dump(mode="json"), indent=1))
+        _keep_config(folder, config, resume=arguments.resume)
         console.print(f"manege train {config.name}: run folder {folder}", highlight=False)
         try:
             async with AsyncExitStack() as stack:
@@ -64,7 +65,7 @@ async def execute(arguments: argparse.Namespace) -> int:
                 )
                 rows = await _train(trainer, parts.client, view)
         except asyncio.CancelledError:
-            console.print(f"\nstopped; go on with: manege train {arguments.run_file} folder={folder} --resume")
+            console.print(f"\nstopped; go on with: {_resume_command(arguments)}", highlight=False, soft_wrap=True)
             raise
     console.print(summary(rows, config))
     console.print(_next_commands(arguments.run_file, folder), highlight=False, soft_wrap=True)
@@ -93,6 +94,26 @@ def _check_folder(folder: Path, *, resume: bool) -> None:
         )
     if resume and not used:
         raise ConfigError(f"--resume: run folder {folder} holds no run; check folder=...")
+
+
+def _keep_config(folder: Path, config: RunConfig, *, resume: bool) -> None:
+    """A resumed run must be the same run: another seed, model or task set would mix two trainings in one record."""
+    path, new = folder / "config.json", config.to_json()
+    if resume and path.exists():
+        old = json.loads(path.read_text())
+        for key in ("name", "seed", "model", "tasks"):
+            if old[key] != new[key]:
+                raise ConfigError(
+                    f"--resume: the run in {folder} was started with {key} = {old[key]!r}, not {new[key]!r}; "
+                    "give the overrides it was started with"
+                )
+    path.write_text(json.dumps(new, indent=1))
+
+
+def _resume_command(arguments: argparse.Namespace) -> str:
+    flags = [flag for flag in ("quick", "unsafe") if getattr(arguments, flag)]
+    words = ["manege", "train", str(arguments.run_file), *arguments.overrides, *(f"--{flag}" for flag in flags)]
+    return shlex.join([*words, "--resume"])
 
 
 def _next_commands(run_file: Path, folder: Path) -> str:

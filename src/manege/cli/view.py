@@ -1,7 +1,7 @@
 """What `manege train` shows: a live panel on a terminal, plain lines elsewhere; NO_COLOR is honoured by rich."""
 
 import asyncio
-import time
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +13,7 @@ from rich.text import Text
 
 from manege.client import Client
 from manege.config import RunConfig
+from manege.errors import ManegeError
 from manege.types import RunId
 
 __all__ = ["TrainView", "sparkline", "summary"]
@@ -33,7 +34,6 @@ class TrainView:
         self._config, self._console = config, console
         self._rows: list[Mapping[str, Any]] = []
         self._phase, self._counts = "starting", {}
-        self._started = time.monotonic()
         self._live = Live(self, console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
 
     def __enter__(self) -> "TrainView":
@@ -57,7 +57,8 @@ class TrainView:
     async def poll(self, client: Client) -> None:
         """Until cancelled, ask the gateway how many rollouts are in which state."""
         while True:
-            self._counts = (await client.state(run=RunId(self._config.name)))["rollouts"]
+            with contextlib.suppress(ManegeError):  # the trainer meets the same trouble and reports it
+                self._counts = (await client.state(run=RunId(self._config.name)))["rollouts"]
             await asyncio.sleep(_POLL_S)
 
     def __rich__(self) -> Group:

@@ -10,7 +10,7 @@ import os
 import time
 from pathlib import Path
 
-__all__ = ["ThreadChoice", "calm_threads"]
+__all__ = ["ThreadChoice", "calm_threads", "physical_cores"]
 
 _SAMPLE_S = 2.0
 """Over less, other processes' CPU time is noise."""
@@ -30,7 +30,7 @@ class ThreadChoice:
     def __init__(self, asked: int | None) -> None:
         """`asked`: a fixed number; None: the physical cores that others leave free, at least one."""
         self._asked = asked
-        self._cores = _physical_cores()
+        self._cores = physical_cores()
         self._since = _used_s()
 
     def num_threads(self) -> int:
@@ -57,7 +57,8 @@ def _used_s() -> tuple[float, float]:
     return time.monotonic(), busy_s - time.process_time()
 
 
-def _physical_cores() -> int:
+def physical_cores() -> int:
+    """Cores that this process may use; two hardware threads of one core count once."""
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     siblings = Path("/sys/devices/system/cpu")
     groups = set()

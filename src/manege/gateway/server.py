@@ -15,7 +15,7 @@ from starlette.applications import Starlette
 from manege.errors import ConfigError
 from manege.gateway.services import Services
 
-__all__ = ["GatewayServer", "Server"]
+__all__ = ["LOOPBACK", "GatewayServer", "Server"]
 
 GRACE_S = 3
 """How long answers in flight may take at shutdown; then their connections are closed."""

@@ -94,7 +94,7 @@ class Trainer:
 
     async def run(self) -> Sequence[Mapping[str, Any]]:
         """Train to the end; returns all rows of metrics."""
-        await self._client.put_run(self._run, self._config.model_dump(mode="json"))
+        await self._client.put_run(self._run, self._config.to_json())
         await self._restore()
         feed = GroupFeed(
             self._client,

@@ -11,6 +11,7 @@ import subprocess
 import sys
 
 from openai import OpenAI
+from openai.types.chat import ChatCompletionMessageParam
 
 MAX_TURNS = 5
 MAX_REPLY_TOKENS = 16
@@ -20,15 +21,16 @@ SYSTEM = (
     "You control a shell. Reply with one command only. Files hold the facts. "
     "When you know the answer, reply: echo VALUE"
 )
-DEMONSTRATION = ["What is the pin? It is in pin.txt.", "cat pin.txt", "pin=517", "echo 517"]
+DEMONSTRATION = [("What is the pin? It is in pin.txt.", "cat pin.txt"), ("pin=517", "echo 517")]
 
 
 def main() -> None:
     """Work until the model answers, gives up the form, or has no turn left."""
     client = OpenAI()
-    messages = [{"role": "system", "content": SYSTEM}]
-    for turn, text in enumerate([*DEMONSTRATION, os.environ["QUESTION"]]):
-        messages.append({"role": "user" if turn % 2 == 0 else "assistant", "content": text})
+    messages: list[ChatCompletionMessageParam] = [{"role": "system", "content": SYSTEM}]
+    for asked, replied in DEMONSTRATION:
+        messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": replied}]
+    messages.append({"role": "user", "content": os.environ["QUESTION"]})
     for _ in range(MAX_TURNS):
         completion = client.chat.completions.create(model="default", messages=messages, max_tokens=MAX_REPLY_TOKENS)
         reply = completion.choices[0].message.content or ""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from manege.config import TrainConfig
 from manege.engine.base import Weights
+from manege.engine.threads import physical_cores
 from manege.errors import TrainerError
 from manege.model.base import LanguageModel
 from manege.model.folder import ModelFolder
@@ -73,6 +74,8 @@ class TorchEngine:
 
     def step(self, batch: Sequence[WeightedSample], objective: Objective) -> Mapping[str, float]:
         """See TrainEngine."""
+        # Per thread of the process; the inference engine, which is paused now, may have chosen fewer for itself.
+        torch.set_num_threads(physical_cores())
         self._optimizer.zero_grad(set_to_none=True)
         totals: dict[str, float] = {}
         for indices in self._micro_batches([item.sample for item in batch]):
