@@ -14,7 +14,7 @@ from openai import OpenAI
 from openai.types.chat import ChatCompletionMessageParam
 
 MAX_TURNS = 5
-MAX_REPLY_TOKENS = 16
+MAX_REPLY_TOKENS = 12
 MAX_OUTPUT_CHARS = 200
 
 SYSTEM = (
