@@ -6,6 +6,7 @@ With --check it writes nothing and fails when a page is not what the code says.
 import argparse
 import asyncio
 import inspect
+import os
 import sys
 import tempfile
 from pathlib import Path
@@ -60,6 +61,7 @@ def _toml(value: Any) -> str:
 
 def cli_page() -> str:
     """The help text of every verb."""
+    os.environ["COLUMNS"] = "80"  # argparse wraps to the terminal
     parser = make_parser()
     verbs = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
     parts = ["# Commands\n", f"```\n{parser.format_help()}```\n"]

@@ -40,6 +40,7 @@ METRICS: Mapping[str, str] = {
     "excluded_tokens": "sampled tokens left out for another reason",
     "unique_tokens": "tokens computed by the update; shared prefixes count once",
     "total_tokens": "tokens of all samples of the update",
+    "unique_ratio": "unique_tokens / total_tokens: what the prefix tree saved",
     "clip_fraction": "share of trained tokens whose gradient the clip removed",
     "entropy": "mean of minus the recorded log-probability: an estimate of the policy's entropy, in nats",
     "gap_mean": "mean absolute difference of trainer and sampler log-probabilities",

@@ -222,6 +222,7 @@ def _metrics(totals: Mapping[str, float], norm: float, rate: float) -> Mapping[s
         "trained_tokens": totals["tokens"],
         "unique_tokens": totals["unique"],
         "total_tokens": totals["total"],
+        "unique_ratio": totals["unique"] / totals["total"],
         "clip_fraction": totals["clipped"] / tokens,
         "entropy": totals["surprisal"] / tokens,
         "gap_mean": totals["gap"] / tokens,
