@@ -171,6 +171,7 @@ def test_two_trainings_cannot_share_a_run_folder(tmp_path):
         (["agent.run=no_module:main"], "module 'no_module' cannot be imported"),
         (["scorer.run=tiny_tasks:no"], "has no function 'no'"),
         (["model.path=no-such-folder"], "no-such-folder"),
+        (["model.max_context=100000"], "at most 256 tokens"),
         (["sandbox.mode=off"], "--unsafe"),
         (["train.frozen=['nothing']"], "no parameter's name contains 'nothing'"),
         (['agent.env={ X = "{nothing}" }'], "nothing"),

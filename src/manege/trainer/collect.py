@@ -56,11 +56,6 @@ class GroupFeed:
         self._open[group] = (task, {spec.id for spec in specs}, [])
         await self._client.create_rollouts(specs)
 
-    @property
-    def num_open(self) -> int:
-        """Groups asked for and not yet given out."""
-        return len(self._open)
-
     async def next_group(self) -> Group:
         """The next complete group; waits for it."""
         while not self._complete:

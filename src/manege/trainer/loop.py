@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from manege.client import Client
 from manege.config import RunConfig
+from manege.errors import TrainerError
 from manege.logs import get_logger, kv
 from manege.trainer.batch import Batch, build_batch, diagnose
 from manege.trainer.checkpoint import TrainerState, latest_checkpoint, load_checkpoint, save_checkpoint
@@ -82,6 +83,8 @@ class Trainer:
         clock: Callable[[], float],
         resume: bool = False,
     ) -> None:
+        """Raises TrainerError for a setting that the engine cannot carry out."""
+        _check_capabilities(config, engine)
         self._config, self._client, self._engine, self._observer = config, client, engine, observer
         self._clock, self._resume = clock, resume
         self._paths = _Paths(config.run_folder)
@@ -268,3 +271,14 @@ class Trainer:
         while (page := await self._client.terminal(run=self._run, after=cursor)).rollouts:
             cursor = page.cursor
         return cursor
+
+
+def _check_capabilities(config: RunConfig, engine: TrainEngine) -> None:
+    can = engine.capabilities
+    if config.train.prefix_tree and not can.prefix_tree:
+        raise TrainerError("train.prefix_tree = true: this train engine has none; set it to false")
+    if (config.model.max_context or 0) > can.max_sample_tokens:
+        raise TrainerError(
+            f"model.max_context = {config.model.max_context}: the train engine takes samples of at most "
+            f"{can.max_sample_tokens} tokens"
+        )

@@ -24,9 +24,9 @@ class Capabilities:
     """What an engine can do; an impossible choice is refused at start."""
 
     prefix_tree: bool
-    shared_weights: bool
-    """Publishes in memory, without writing a folder."""
+    """Can compute tokens that samples share once."""
     max_sample_tokens: int
+    """The longest sample that fits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

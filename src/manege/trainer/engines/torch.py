@@ -45,9 +45,7 @@ class TorchEngine:
         self, model: LanguageModel, folder: ModelFolder, config: TrainConfig, *, publish_folder: Path | None = None
     ) -> None:
         """`publish_folder`: where an engine outside this process reads new weights; None: it shares our memory."""
-        self.capabilities = Capabilities(
-            prefix_tree=True, shared_weights=publish_folder is None, max_sample_tokens=model.context_limit
-        )
+        self.capabilities = Capabilities(prefix_tree=True, max_sample_tokens=model.context_limit)
         self._model, self._folder, self._config = model, folder, config
         self._parameters = _trainable(model, config.frozen)
         self._optimizer = torch.optim.AdamW(
