@@ -29,7 +29,8 @@ def main() -> None:
     client = OpenAI()
     messages: list[ChatCompletionMessageParam] = [{"role": "system", "content": SYSTEM}]
     for asked, replied in DEMONSTRATION:
-        messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": replied}]
+        messages.append({"role": "user", "content": asked})
+        messages.append({"role": "assistant", "content": replied})
     messages.append({"role": "user", "content": os.environ["QUESTION"]})
     for _ in range(MAX_TURNS):
         completion = client.chat.completions.create(model="default", messages=messages, max_tokens=MAX_REPLY_TOKENS)
