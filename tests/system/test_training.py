@@ -108,10 +108,10 @@ def test_a_stopped_run_leaves_no_agent_and_goes_on_where_it_was(tmp_path, number
     wait_for_steps(process, folder, 3)
     process.send_signal(number)
     stopped = time.monotonic()
-    code, out, _ = finish(process, 30)
-    assert time.monotonic() - stopped < 10
+    code, out, err = finish(process, 30)
+    assert time.monotonic() - stopped < 20
     if number is signal.SIGINT:
-        assert code == 130
+        assert code == 130, err
         assert "--resume" in out
     deadline = time.monotonic() + 5
     while (left := descendants_of(folder)) and time.monotonic() < deadline:

@@ -219,4 +219,9 @@ async def controlling(client: Client, config: RunConfig) -> AsyncIterator[None]:
             yield
             task.cancel()
     except* ManegeError as errors:
-        raise errors.exceptions[0] from None
+        error = errors.exceptions[0]
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            _log.warning(kv("while stopping", error=error))
+            raise asyncio.CancelledError from error
+        raise error from None

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from manege.client import Client
 from manege.config import RunConfig
-from manege.errors import TrainerError
+from manege.errors import ManegeError, TrainerError
 from manege.logs import get_logger, kv
 from manege.trainer.batch import Batch, build_batch, diagnose
 from manege.trainer.checkpoint import TrainerState, latest_checkpoint, load_checkpoint, save_checkpoint
@@ -112,7 +112,7 @@ class Trainer:
             await self._train(feed)
             await self._evaluate_all(feed)
         finally:
-            await asyncio.shield(feed.cancel_open())
+            await asyncio.shield(_give_up(feed))
         await self._in_engine(self._engine.export, self._paths.model)
         rows = read_metrics(self._paths.metrics)
         plot_curve(rows, self._paths.folder / "curve", title=self._config.name)
@@ -271,6 +271,13 @@ class Trainer:
         while (page := await self._client.terminal(run=self._run, after=cursor)).rollouts:
             cursor = page.cursor
         return cursor
+
+
+async def _give_up(feed: GroupFeed) -> None:
+    try:
+        await feed.cancel_open()
+    except ManegeError as error:  # what is left open is cancelled when the run goes on
+        _log.warning(kv("rollouts are left open", reason=error))
 
 
 def _check_capabilities(config: RunConfig, engine: TrainEngine) -> None:
