@@ -43,7 +43,9 @@ async def execute(arguments: argparse.Namespace) -> int:
         try:
             async with gateway_serving(config, folder, engine, data, max_context=None) as server:
                 console = Console(stderr=True)
-                console.print(f"gateway {server.url}, model {folder.path.name}, store {data}", highlight=False)
+                console.print(
+                    f"gateway {server.url}, model {folder.path.name}, store {data}", highlight=False, soft_wrap=True
+                )
                 await asyncio.get_running_loop().create_future()
         finally:
             await engine.close()
