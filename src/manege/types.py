@@ -188,7 +188,7 @@ class Call:
     parent: CallId | None
     """The call whose prompt + response this prompt starts with, when the gateway continued it; else None."""
     protocol: str
-    """`chat` or `completions`."""
+    """`chat`, `completions`, `responses`, `anthropic` or `gemini`."""
     mode: str
     """`train` or `val`."""
     prompt_ids_P: IntArray
@@ -205,6 +205,14 @@ class Call:
     """The assistant message (chat) or `{"text": ...}` (completions) that was answered."""
     overridden: JsonObject = field(default_factory=dict)
     """Sampling settings of the caller that the gateway replaced, with the caller's values."""
+    thread: str = "main"
+    """`main`, `agent:<id>` (a sub-agent) or `side:<kind>` (a title, a summary ...: docs/concepts/side-calls.md)."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """Of the request, lower case, without keys and what every HTTP client sends."""
+    edits: Sequence[str] = ()
+    """What filters took out of the request, and what its protocol left out of it; one line each."""
+    constrained: bool = False
+    """Sampled under a grammar, so it is not what the policy would have said: never trained."""
     created_s: float
     ended_s: float
 

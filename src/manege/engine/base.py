@@ -18,7 +18,17 @@ import numpy as np
 from manege.errors import EngineError
 from manege.types import FinishReason, FloatArray, IntArray, PolicyVersion, VersionSpan
 
-__all__ = ["Chunk", "Engine", "EngineInfo", "Generation", "Sampling", "Weights", "collect"]
+__all__ = ["Chunk", "Constraint", "Engine", "EngineInfo", "Generation", "Sampling", "Weights", "collect"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constraint:
+    """What an answer must look like; tokens that would break it are not sampled."""
+
+    grammar: str
+    """A Lark grammar as llguidance reads it (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md)."""
+    json_schema: str | None = None
+    """Set where the grammar is no more than this JSON schema, which every engine knows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +47,8 @@ class Sampling:
     """The answer ends as soon as its decoded text contains one of these; the tokens so far are the answer."""
     seed: int | None = None
     """The same seed, prompt and weights give the same tokens; None: from the engine's own generator."""
+    constraint: Constraint | None = None
+    """The log-probabilities are then still those without it: constrained tokens are not the policy's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from typing import Protocol
 
 from manege.types import JsonObject
 
-__all__ = ["ParsedReply", "Renderer", "ToolCall"]
+__all__ = ["LiveParser", "ParsedReply", "Renderer", "ToolCall"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +35,25 @@ class ParsedReply:
     content: str
     reasoning: str | None
     tool_calls: Sequence[ToolCall]
+
+
+class LiveParser(Protocol):
+    """Parses one answer while it is sampled. What it has given out is never taken back: for every way of cutting the
+    ids into chunks, the sum of what `feed` and `finish` return is what `Renderer.parse` says of all ids."""
+
+    def feed(self, ids: Sequence[int]) -> ParsedReply:
+        """What these ids add, as far as it is certain: text that may still become a tag, part of a character or of a
+        stop string, or space that would be trimmed, is kept back. A tool call is returned once, when it is closed."""
+        ...
+
+    def finish(self) -> ParsedReply:
+        """The rest, at the end of the answer."""
+        ...
+
+    @property
+    def stopped_by(self) -> str | None:
+        """The stop string that ended the text so far; it and what follows it are not part of the message."""
+        ...
 
 
 class Renderer(Protocol):
@@ -64,6 +83,27 @@ class Renderer(Protocol):
         self, response_ids: Sequence[int], *, prompt_ids: Sequence[int] = (), tools: Sequence[JsonObject] = ()
     ) -> ParsedReply:
         """Never raises: text that is not a well-formed tool call, or any text when there are no tools, is content."""
+        ...
+
+    def live_parser(
+        self, *, prompt_ids: Sequence[int] = (), tools: Sequence[JsonObject] = (), stop: Sequence[str] = ()
+    ) -> LiveParser:
+        """`parse`, bit by bit; the text ends before the first of the `stop` strings."""
+        ...
+
+    def live_text(self, *, stop: Sequence[str] = ()) -> LiveParser:
+        """`decode`, bit by bit, for text completions: all text is content."""
+        ...
+
+    def tool_grammar(
+        self, prompt_ids: Sequence[int], tools: Sequence[JsonObject], *, max_calls: int | None
+    ) -> str | None:
+        """A Lark grammar (llguidance's dialect) of an answer that calls one or more of `tools`, with arguments that
+        match their schemas, in the model's own form; None where that form is not known."""
+        ...
+
+    def json_grammar(self, prompt_ids: Sequence[int], json_schema: JsonObject) -> str:
+        """The same for an answer that is JSON; reasoning before it is allowed where the prompt opens it."""
         ...
 
     def encode(self, text: str) -> list[int]:
