@@ -8,6 +8,7 @@ A message says what failed, with which value, and what to do.
 """
 
 __all__ = [
+    "BodyTooLargeError",
     "ConfigError",
     "ConflictError",
     "ContextOverflowError",
@@ -21,6 +22,7 @@ __all__ = [
     "SandboxError",
     "StoreError",
     "TrainerError",
+    "UnauthorizedError",
     "UnavailableError",
     "UnprocessableError",
 ]
@@ -58,6 +60,17 @@ class ContextOverflowError(ProtocolError):
 
     code = "context_length_exceeded"
 
+    def __init__(self, message: str, *, num_prompt: int | None = None, context_limit: int | None = None) -> None:
+        super().__init__(message)
+        self.num_prompt, self.context_limit = num_prompt, context_limit
+        """In tokens, where known: protocols say it in their own words."""
+
+
+class BodyTooLargeError(ProtocolError):
+    """A request body beyond `gateway.max_body_mb`."""
+
+    status, code = 413, "request_too_large"
+
 
 class UnprocessableError(ManegeError, ValueError):
     """A body of our own API with a missing field or an impossible value, for example a reward that is not a number."""
@@ -65,8 +78,14 @@ class UnprocessableError(ManegeError, ValueError):
     status, code = 422, "unprocessable"
 
 
+class UnauthorizedError(ManegeError):
+    """A key that is missing or that we never gave."""
+
+    status, code = 401, "invalid_api_key"
+
+
 class ForbiddenError(ManegeError):
-    """A key that is missing, wrong, or not good for this route."""
+    """A key that is not good for this route or this attempt."""
 
     status, code = 403, "forbidden"
 
