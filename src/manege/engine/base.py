@@ -18,7 +18,7 @@ import numpy as np
 from manege.errors import EngineError
 from manege.types import FinishReason, FloatArray, IntArray, PolicyVersion, VersionSpan
 
-__all__ = ["Chunk", "Constraint", "Engine", "EngineInfo", "Generation", "Sampling", "Weights", "collect"]
+__all__ = ["Chunk", "Collector", "Constraint", "Engine", "EngineInfo", "Generation", "Sampling", "Weights", "collect"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,25 +127,42 @@ class Engine(Protocol):
         ...
 
 
+class Collector:
+    """Puts the chunks of an answer together; what it has is usable at any time."""
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._spans: list[VersionSpan] = []
+        self._num_cached = 0
+        self._finish: FinishReason | None = None
+
+    def add(self, chunk: Chunk) -> None:
+        """The next chunk."""
+        if chunk.ids and (not self._spans or self._spans[-1].version != chunk.version):
+            self._spans.append(VersionSpan(first_token=len(self.ids), version=chunk.version))
+        self.ids.extend(chunk.ids)
+        self._logprobs.extend(chunk.logprobs)
+        self._num_cached += chunk.num_cached
+        self._finish = chunk.finish_reason or self._finish
+
+    def generation(self, *, aborted: bool = False) -> Generation:
+        """What came so far, as aborted or whole. Raises EngineError if it is not whole."""
+        finish = FinishReason.ABORT if aborted else self._finish
+        if finish is None:
+            raise EngineError("the engine ended a generation without a finish reason; see its log")
+        return Generation(
+            ids_R=np.asarray(self.ids, np.int32),
+            logprobs_R=np.asarray(self._logprobs, np.float32),
+            spans=self._spans,
+            finish_reason=finish,
+            num_cached=self._num_cached,
+        )
+
+
 async def collect(chunks: AsyncGenerator[Chunk, None]) -> Generation:
     """Read a generation to its end. Raises EngineError if it ends without a finish reason."""
-    ids: list[int] = []
-    logprobs: list[float] = []
-    spans: list[VersionSpan] = []
-    num_cached, finish = 0, None
+    collector = Collector()
     async for chunk in chunks:
-        if chunk.ids and (not spans or spans[-1].version != chunk.version):
-            spans.append(VersionSpan(first_token=len(ids), version=chunk.version))
-        ids.extend(chunk.ids)
-        logprobs.extend(chunk.logprobs)
-        num_cached += chunk.num_cached
-        finish = chunk.finish_reason or finish
-    if finish is None:
-        raise EngineError("the engine ended a generation without a finish reason; see its log")
-    return Generation(
-        ids_R=np.asarray(ids, np.int32),
-        logprobs_R=np.asarray(logprobs, np.float32),
-        spans=spans,
-        finish_reason=finish,
-        num_cached=num_cached,
-    )
+        collector.add(chunk)
+    return collector.generation()
