@@ -1,148 +1,142 @@
 """OpenAI's chat completions, with vLLM's `return_token_ids`, `top_k` and `min_p`.
 
-https://platform.openai.com/docs/api-reference/chat/create; messages become canonical here: text parts folded into one
-string, `developer` read as `system`, cache markers and other decoration dropped.
+https://platform.openai.com/docs/api-reference/chat/create. A streamed answer is in `chat_stream`.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
-from manege.errors import ManegeError
-from manege.protocols.base import InvalidRequest, ModelReply, ModelRequest, TokenLogprob
-from manege.protocols.openai import completion, error_body, read_bool, read_int, read_sampling, refuse_unsupported
-from manege.types import FinishReason, JsonObject
+from manege.protocols.base import Choice, InvalidRequest, ModelReply, ModelRequest, ReplyHead, ReplyStream
+from manege.protocols.chat_messages import chat_messages
+from manege.protocols.chat_stream import ChatStream
+from manege.protocols.openai import (
+    OpenAI,
+    read_bool,
+    read_int,
+    read_list,
+    read_object,
+    read_sampling,
+    shown_logprob,
+)
+from manege.protocols.openai_reply import chat_finish, chat_tool_call, custom_names, reply_body
+from manege.protocols.openai_tools import Choosing, allowed, custom_tool, forced, function_tool, plain_choice
+from manege.types import JsonObject
 
 __all__ = ["ChatCompletions"]
 
-_ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
-
-class ChatCompletions:
+class ChatCompletions(OpenAI):
     """See `protocols.base.WireProtocol`."""
 
     name = "chat"
 
     def parse(self, raw: JsonObject) -> ModelRequest:
-        refuse_unsupported(raw)
+        _refuse_unsupported(raw)
         max_new_tokens = read_int(raw, "max_completion_tokens", low=1) or read_int(raw, "max_tokens", low=1)
+        tools, notes = _tools(read_list(raw, "tools"))
+        tool_choice, forced_tool, tools = _tool_choice(raw.get("tool_choice"), tools)
+        stream = read_bool(raw, "stream")
         return ModelRequest(
-            messages=_messages(raw.get("messages")),
-            tools=_tools(raw.get("tools")),
-            max_tool_calls=_max_tool_calls(raw),
+            messages=chat_messages(raw.get("messages")),
+            tools=tools,
+            tool_choice=tool_choice,
+            forced_tool=forced_tool,
+            max_tool_calls=None if read_bool(raw, "parallel_tool_calls", True) else 1,
+            json_schema=_json_schema(raw.get("response_format")),
             sampling=read_sampling(raw, max_new_tokens=max_new_tokens),
-            wants_logprobs=bool(read_bool(raw, "logprobs")),
-            wants_token_ids=bool(read_bool(raw, "return_token_ids")),
+            num_choices=read_int(raw, "n", low=1, high=128) or 1,
+            stream=stream,
+            wants_usage=not stream or _wants_usage(raw),
+            wants_logprobs=read_bool(raw, "logprobs"),
+            wants_token_ids=read_bool(raw, "return_token_ids"),
+            notes=notes,
             raw=raw,
         )
 
-    def reply(self, reply: ModelReply) -> JsonObject:
-        message = dict(reply.message)
-        choice: dict[str, Any] = {"message": message}
-        if message.get("tool_calls"):
-            message["content"] = message["content"] or None
-            if reply.finish_reason is not FinishReason.LENGTH:
-                choice["finish_reason"] = "tool_calls"
-        if reply.logprobs:
-            choice["logprobs"] = {"content": [_shown(token) for token in reply.logprobs]}
-        if reply.response_ids is not None:
-            choice["token_ids"] = reply.response_ids
-        body = completion(reply, prefix="chatcmpl", kind="chat.completion", choice=choice)
-        return body if reply.response_ids is None else body | {"prompt_token_ids": reply.prompt_ids}
+    def reply(self, request: ModelRequest, reply: ModelReply) -> JsonObject:
+        custom = custom_names(request)
+        choices = [_choice(index, choice, request, custom) for index, choice in enumerate(reply.choices)]
+        body = reply_body(reply, id=f"chatcmpl-{reply.head.id}", kind="chat.completion", choices=choices)
+        return body if reply.head.prompt_ids is None else body | {"prompt_token_ids": list(reply.head.prompt_ids)}
 
-    def error(self, error: ManegeError) -> JsonObject:
-        return error_body(error)
+    def stream(self, request: ModelRequest, head: ReplyHead) -> ReplyStream:
+        return ChatStream(request, head)
 
 
-def _shown(token: TokenLogprob) -> JsonObject:
-    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.text.encode()), "top_logprobs": []}
+def _choice(index: int, choice: Choice, request: ModelRequest, custom: frozenset[str]) -> JsonObject:
+    message: dict[str, Any] = {**choice.message, "refusal": None}
+    if calls := choice.message.get("tool_calls"):
+        message["tool_calls"] = [chat_tool_call(call, custom) for call in calls]
+        message["content"] = message["content"] or None
+    shown: dict[str, Any] = {"index": index, "message": message, "logprobs": None, **chat_finish(choice)}
+    if request.wants_logprobs:
+        shown["logprobs"] = {"content": [shown_logprob(token) for token in choice.logprobs], "refusal": None}
+    if choice.response_ids is not None:
+        shown["token_ids"] = list(choice.response_ids)
+    return shown
 
 
-def _messages(value: Any) -> Sequence[JsonObject]:
-    if not isinstance(value, list) or not value:
-        raise InvalidRequest("messages is missing or empty; send a list of messages", param="messages")
-    return [_message(message, f"messages[{index}]") for index, message in enumerate(value)]
-
-
-def _message(value: Any, where: str) -> JsonObject:
-    if not isinstance(value, dict) or value.get("role") not in _ROLES:
-        role = value.get("role") if isinstance(value, dict) else value
-        raise InvalidRequest(f"{where}: role {role!r} is not one of {', '.join(_ROLES)}", param=where)
-    role = _ROLES[value["role"]]
-    message: dict[str, Any] = {"role": role, "content": _content(value.get("content"), f"{where}.content")}
-    if isinstance(value.get("name"), str):
-        message["name"] = value["name"]
-    if role == "tool":
-        if not isinstance(value.get("tool_call_id"), str):
-            raise InvalidRequest(f"{where}: a tool message needs the tool_call_id that it answers", param=where)
-        message["tool_call_id"] = value["tool_call_id"]
-    if role == "assistant":
-        if value.get("tool_calls"):
-            message["tool_calls"] = _tool_calls(value["tool_calls"], f"{where}.tool_calls")
-        reasoning = value.get("reasoning_content") or value.get("reasoning")
-        if isinstance(reasoning, str):
-            message["reasoning_content"] = reasoning
-    elif value.get("content") is None:
-        raise InvalidRequest(f"{where}: a {role} message needs content", param=f"{where}.content")
-    return message
-
-
-def _content(value: Any, where: str) -> str:
-    if value is None or isinstance(value, str):
-        return value or ""
-    if not isinstance(value, list):
-        raise InvalidRequest(f"{where} is a {type(value).__name__}; want a string or a list of parts", param=where)
-    texts = []
-    for index, part in enumerate(value):
-        kind = part.get("type") if isinstance(part, dict) else None
-        text = part.get(kind) if kind in ("text", "refusal") else None
-        if not isinstance(text, str):
-            raise InvalidRequest(
-                f"{where}[{index}]: parts of type {kind!r} are not supported; this model reads text only",
-                param=f"{where}[{index}]",
-            )
-        texts.append(text)
-    return "\n".join(texts)
-
-
-def _tool_calls(value: Any, where: str) -> Sequence[JsonObject]:
-    calls = []
-    for index, call in enumerate(value if isinstance(value, list) else [value]):
-        function = call.get("function") if isinstance(call, dict) else None
-        if (
-            not isinstance(function, dict)
-            or not isinstance(call.get("id"), str)
-            or not isinstance(function.get("name"), str)
-            or not isinstance(function.get("arguments"), str)
-        ):
-            raise InvalidRequest(
-                f"{where}[{index}] needs an id, function.name and function.arguments, all strings",
-                param=f"{where}[{index}]",
-            )
-        function = {"name": function["name"], "arguments": function["arguments"]}
-        calls.append({"id": call["id"], "type": "function", "function": function})
-    return calls
-
-
-def _tools(value: Any) -> Sequence[JsonObject]:
-    tools = []
-    for index, tool in enumerate(value if isinstance(value, list) else [] if value is None else [value]):
-        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise InvalidRequest(
-                f"tools[{index}]: want type 'function' and a function with a name", param=f"tools[{index}]"
-            )
-        kept = {key: function[key] for key in ("name", "description", "parameters") if function.get(key) is not None}
-        tools.append({"type": "function", "function": kept})
-    return tools
-
-
-def _max_tool_calls(raw: JsonObject) -> int | None:
-    choice = raw.get("tool_choice") or "auto"
-    if choice == "none":
-        return 0
-    if choice != "auto":
+def _refuse_unsupported(raw: JsonObject) -> None:
+    for key in ("functions", "function_call"):
+        if raw.get(key) not in (None, [], "none", "auto"):
+            raise InvalidRequest(f"{key} is out of use; send tools and tool_choice", param=key)
+    if read_int(raw, "top_logprobs", low=0):
         raise InvalidRequest(
-            f"tool_choice {choice!r} needs constrained decoding, which is not supported; send 'auto' or 'none'",
-            param="tool_choice",
+            "only the sampled token's log-probability is known; send logprobs without top_logprobs",
+            param="top_logprobs",
         )
-    return 1 if read_bool(raw, "parallel_tool_calls") is False else None
+
+
+def _wants_usage(raw: JsonObject) -> bool:
+    options = raw.get("stream_options")
+    return options is not None and read_bool(read_object(options, "stream_options"), "include_usage")
+
+
+def _tools(values: Sequence[Any]) -> tuple[Sequence[JsonObject], Sequence[str]]:
+    tools: list[JsonObject] = []
+    notes: list[str] = []
+    for index, value in enumerate(values):
+        tool = read_object(value, f"tools[{index}]")
+        kind = tool.get("type")
+        if kind == "function":
+            tools.append(function_tool(read_object(tool.get(kind), f"tools[{index}].{kind}"), f"tools[{index}].{kind}"))
+        elif kind == "custom":
+            tools.append(custom_tool(read_object(tool.get(kind), f"tools[{index}].{kind}"), f"tools[{index}].{kind}"))
+        elif isinstance(kind, str):
+            notes.append(f"tools[{index}]: {kind} is a hosted tool, which we do not have; left out")
+        else:
+            raise InvalidRequest(f"tools[{index}] has no type; want 'function' or 'custom'", param=f"tools[{index}]")
+    return tools, notes
+
+
+def _tool_choice(choice: Any, tools: Sequence[JsonObject]) -> Choosing:
+    if plain := plain_choice(choice, tools):
+        return plain
+    kind = choice.get("type")
+    if kind == "allowed_tools":
+        options = read_object(choice.get(kind), "tool_choice.allowed_tools")
+        return allowed(options.get("mode"), [_chosen(tool) for tool in read_list(options, "tools")], tools)
+    return forced(_chosen(choice), tools)
+
+
+def _chosen(choice: Any) -> Any:
+    """The name in `{"type": "function", "function": {"name": ...}}` or the same with `custom`."""
+    kind = read_object(choice, "tool_choice").get("type")
+    if kind not in ("function", "custom"):
+        raise InvalidRequest(f"tool_choice of type {kind!r} is not supported; name a function", param="tool_choice")
+    return read_object(choice.get(kind), f"tool_choice.{kind}").get("name")
+
+
+def _json_schema(value: Any) -> JsonObject | None:
+    if value is None:
+        return None
+    kind = read_object(value, "response_format").get("type")
+    if kind == "json_schema":
+        where = "response_format.json_schema"
+        return read_object(read_object(value.get(kind), where).get("schema"), f"{where}.schema")
+    if kind not in ("text", "json_object"):
+        raise InvalidRequest(
+            f"response_format of type {kind!r} is not supported; want text, json_object or json_schema",
+            param="response_format",
+        )
+    return {} if kind == "json_object" else None

@@ -4,12 +4,21 @@ https://platform.openai.com/docs/api-reference/completions/create
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Any
 
 from manege.errors import ManegeError
-from manege.protocols.base import InvalidRequest, ModelReply, ModelRequest
-from manege.protocols.openai import completion, error_body, read_bool, read_int, read_sampling, refuse_unsupported
+from manege.protocols import sse
+from manege.protocols.base import (
+    InvalidRequest,
+    ModelReply,
+    ModelRequest,
+    ReplyDelta,
+    ReplyHead,
+    ReplyStream,
+    TokenLogprob,
+)
+from manege.protocols.openai import OpenAI, error_body, read_bool, read_int, read_object, read_sampling
+from manege.protocols.openai_reply import finish, head_fields, reply_body, usage
 from manege.types import JsonObject
 
 __all__ = ["Completions"]
@@ -18,40 +27,115 @@ _DEFAULT_MAX_TOKENS = 16
 """OpenAI's."""
 
 
-class Completions:
+class Completions(OpenAI):
     """See `protocols.base.WireProtocol`."""
 
     name = "completions"
 
     def parse(self, raw: JsonObject) -> ModelRequest:
-        refuse_unsupported(raw)
+        num_choices = read_int(raw, "n", low=1, high=128) or 1
+        _refuse_unsupported(raw, num_choices)
         logprobs = read_int(raw, "logprobs", low=0)
         if (logprobs or 0) > 1:
             raise InvalidRequest("only the sampled token's log-probability is known; send logprobs=1", param="logprobs")
+        stream, options = read_bool(raw, "stream"), raw.get("stream_options")
+        wants_usage = options is not None and read_bool(read_object(options, "stream_options"), "include_usage")
         return ModelRequest(
             prompt=_prompt(raw.get("prompt")),
             sampling=read_sampling(raw, max_new_tokens=read_int(raw, "max_tokens", low=1) or _DEFAULT_MAX_TOKENS),
+            num_choices=num_choices,
+            stream=stream,
+            wants_usage=not stream or wants_usage,
             wants_logprobs=logprobs is not None,
-            wants_token_ids=bool(read_bool(raw, "return_token_ids")),
+            wants_token_ids=read_bool(raw, "return_token_ids"),
             raw=raw,
         )
 
-    def reply(self, reply: ModelReply) -> JsonObject:
-        choice: dict[str, Any] = {"text": reply.message["text"]}
-        if reply.logprobs:
-            texts = [token.text for token in reply.logprobs]
-            choice["logprobs"] = {
-                "tokens": texts,
-                "token_logprobs": [token.logprob for token in reply.logprobs],
-                "top_logprobs": None,
-                "text_offset": [0, *accumulate(map(len, texts[:-1]))],
-            }
-        if reply.response_ids is not None:
-            choice |= {"token_ids": reply.response_ids, "prompt_token_ids": reply.prompt_ids}
-        return completion(reply, prefix="cmpl", kind="text_completion", choice=choice)
+    def reply(self, request: ModelRequest, reply: ModelReply) -> JsonObject:
+        choices = []
+        for index, choice in enumerate(reply.choices):
+            shown = {"index": index, "text": choice.message["text"], "logprobs": None, **finish(choice)}
+            if request.wants_logprobs:
+                shown["logprobs"] = _logprobs(choice.logprobs, 0)
+            if choice.response_ids is not None:
+                shown["token_ids"] = list(choice.response_ids)
+            if reply.head.prompt_ids is not None:
+                shown["prompt_token_ids"] = list(reply.head.prompt_ids)
+            choices.append(shown)
+        return reply_body(reply, id=f"cmpl-{reply.head.id}", kind="text_completion", choices=choices)
 
-    def error(self, error: ManegeError) -> JsonObject:
-        return error_body(error)
+    def stream(self, request: ModelRequest, head: ReplyHead) -> ReplyStream:
+        return _CompletionStream(request, head)
+
+
+class _CompletionStream:
+    """See `protocols.base.ReplyStream`."""
+
+    media_type = sse.MEDIA_TYPE
+
+    def __init__(self, request: ModelRequest, head: ReplyHead) -> None:
+        self._request = request
+        self._head = head_fields(head, id=f"cmpl-{head.id}", kind="text_completion")
+        self._offsets = [0] * request.num_choices
+        """Characters of the tokens whose log-probabilities were sent, per choice."""
+        self._prompt_ids = head.prompt_ids
+
+    def start(self) -> bytes:
+        if self._prompt_ids is None:
+            return b""
+        ids = {"prompt_token_ids": list(self._prompt_ids)}
+        return b"".join(self._chunk(choice, **ids) for choice in range(self._request.num_choices))
+
+    def heartbeat(self) -> bytes:
+        return sse.HEARTBEAT
+
+    def delta(self, choice: int, delta: ReplyDelta) -> bytes:
+        fields: dict[str, Any] = {}
+        if delta.content:
+            fields["text"] = delta.content
+        if delta.logprobs:
+            fields["logprobs"] = _logprobs(delta.logprobs, self._offsets[choice])
+            self._offsets[choice] += sum(len(token.text) for token in delta.logprobs)
+        if delta.response_ids:
+            fields["token_ids"] = list(delta.response_ids)
+        return self._chunk(choice, **fields) if fields else b""
+
+    def finish(self, reply: ModelReply) -> bytes:
+        late = reply.head.prompt_ids if self._prompt_ids is None else None
+        ids = {} if late is None else {"prompt_token_ids": list(late)}
+        chunks = [self._chunk(index, **finish(choice), **ids) for index, choice in enumerate(reply.choices)]
+        if self._request.wants_usage:
+            chunks.append(sse.event({**self._head, "choices": [], "usage": usage(reply)}))
+        return b"".join(chunks) + sse.DONE
+
+    def error(self, error: ManegeError) -> bytes:
+        return sse.event(error_body(error))
+
+    def _chunk(self, choice: int, **fields: Any) -> bytes:
+        shown = {"index": choice, "text": "", "logprobs": None, "finish_reason": None, **fields}
+        return sse.event({**self._head, "choices": [shown]})
+
+
+def _logprobs(tokens: Sequence[TokenLogprob], offset: int) -> JsonObject:
+    offsets = []
+    for token in tokens:
+        offsets.append(offset)
+        offset += len(token.text)
+    return {
+        "tokens": [token.text for token in tokens],
+        "token_logprobs": [token.logprob for token in tokens],
+        "top_logprobs": None,
+        "text_offset": offsets,
+    }
+
+
+def _refuse_unsupported(raw: JsonObject, num_choices: int) -> None:
+    if raw.get("echo"):
+        raise InvalidRequest("echo is not supported; put the prompt before the answer yourself", param="echo")
+    if raw.get("suffix"):
+        raise InvalidRequest("suffix is not supported; leave it out", param="suffix")
+    if raw.get("best_of") not in (None, 1, num_choices):
+        raise InvalidRequest(f"best_of = {raw['best_of']!r} is not supported; ask for n answers", param="best_of")
 
 
 def _prompt(value: Any) -> str | Sequence[int]:

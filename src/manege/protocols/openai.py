@@ -1,13 +1,23 @@
-"""What OpenAI's chat completions and completions have in common: fields, their checks, and the shape of errors."""
+"""What OpenAI's protocols have in common: fields and their checks, sampling, the shapes of errors and model lists."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from manege.errors import ManegeError
-from manege.protocols.base import AskedSampling, InvalidRequest, ModelReply
-from manege.types import FinishReason, JsonObject
+from manege.protocols.base import AskedSampling, InvalidRequest, ServedModel, TokenLogprob
+from manege.types import JsonObject
 
-__all__ = ["completion", "error_body", "read_bool", "read_int", "read_sampling", "refuse_unsupported"]
+__all__ = [
+    "OpenAI",
+    "error_body",
+    "read_bool",
+    "read_int",
+    "read_list",
+    "read_object",
+    "read_sampling",
+    "read_text",
+    "shown_logprob",
+]
 
 # Fields that change what is sampled, with the values at which they change nothing.
 _OTHERS = {
@@ -18,15 +28,43 @@ _OTHERS = {
     "logit_bias": (None, {}),
 }
 
-_UNSUPPORTED = {
-    "stream": ((None, False), "streaming comes later, send stream=false"),
-    "n": ((None, 1), "send one request per answer"),
-    "best_of": ((None, 1), "send one request per answer"),
-    "top_logprobs": ((None, 0), "only the sampled token's log-probability is known, send logprobs alone"),
-    "response_format": ((None, {"type": "text"}), "there is no constrained decoding, ask for JSON in the prompt"),
-    "echo": ((None, False), "leave it out"),
-    "suffix": ((None, ""), "leave it out"),
-}
+_MAX_INTEGER = 2**63 - 1
+
+
+class OpenAI:
+    """The part of `protocols.base.WireProtocol` that chat completions, completions and Responses share."""
+
+    def error(self, error: ManegeError) -> JsonObject:
+        return error_body(error)
+
+    def token_count(self, num_prompt: int) -> JsonObject:
+        return {"object": "response.input_tokens", "input_tokens": num_prompt}
+
+    def models(self, models: Sequence[ServedModel]) -> JsonObject:
+        return {"object": "list", "data": [self.model(model) for model in models]}
+
+    def model(self, model: ServedModel) -> JsonObject:
+        return {
+            "id": model.id,
+            "object": "model",
+            "created": int(model.created_s),
+            "owned_by": "manege",
+            # vLLM's name for it.
+            "max_model_len": model.context_limit,
+        }
+
+
+def error_body(error: ManegeError) -> JsonObject:
+    """OpenAI's error object. Its SDKs show `message`, and compare `code`."""
+    kind = "invalid_request_error" if error.status < 500 else "server_error"
+    code = None if error.code == kind else error.code
+    param = error.param if isinstance(error, InvalidRequest) else None
+    return {"error": {"message": str(error), "type": kind, "param": param, "code": code}}
+
+
+def shown_logprob(token: TokenLogprob) -> JsonObject:
+    """A token of `logprobs`, in chat completions and Responses."""
+    return {"token": token.text, "logprob": token.logprob, "bytes": list(token.text.encode()), "top_logprobs": []}
 
 
 def read_sampling(body: JsonObject, *, max_new_tokens: int | None) -> AskedSampling:
@@ -37,21 +75,14 @@ def read_sampling(body: JsonObject, *, max_new_tokens: int | None) -> AskedSampl
         top_p=_number(body, "top_p", low=0, high=1),
         # vLLM's -1 and 0 both mean off.
         top_k=max(top_k, 0) if top_k is not None else None,
-        seed=read_int(body, "seed", low=-(2**63)),
+        seed=read_int(body, "seed", low=-_MAX_INTEGER),
         stop=_stop(body.get("stop")),
         max_new_tokens=max_new_tokens,
         others={key: body[key] for key, neutral in _OTHERS.items() if body.get(key) not in neutral},
     )
 
 
-def refuse_unsupported(body: JsonObject) -> None:
-    """Raises InvalidRequest for what would silently not happen."""
-    for key, (neutral, advice) in _UNSUPPORTED.items():
-        if body.get(key) not in neutral:
-            raise InvalidRequest(f"{key} = {body[key]!r} is not supported; {advice}", param=key)
-
-
-def read_int(body: JsonObject, key: str, *, low: int, high: int | None = None) -> int | None:
+def read_int(body: JsonObject, key: str, *, low: int, high: int = _MAX_INTEGER) -> int | None:
     """None when absent or null."""
     value = body.get(key)
     if value is None:
@@ -62,38 +93,36 @@ def read_int(body: JsonObject, key: str, *, low: int, high: int | None = None) -
     return value
 
 
-def read_bool(body: JsonObject, key: str) -> bool | None:
-    """None when absent or null."""
+def read_bool(body: JsonObject, key: str, default: bool = False) -> bool:
+    """`default` when absent or null."""
     value = body.get(key)
     if value is not None and not isinstance(value, bool):
         raise InvalidRequest(f"{key} is {value!r}; want true or false", param=key)
+    return default if value is None else value
+
+
+def read_text(body: JsonObject, key: str, where: str = "") -> str:
+    """A field that must be a string; `where` is what it is part of."""
+    value = body.get(key)
+    if not isinstance(value, str):
+        path = f"{where}.{key}" if where else key
+        raise InvalidRequest(f"{path} is {value!r}; want a string", param=path)
     return value
 
 
-def completion(reply: ModelReply, *, prefix: str, kind: str, choice: JsonObject) -> dict[str, Any]:
-    """The body around an answer's one choice, with its token counts. `prefix`: of the id."""
-    finish_reason = "length" if reply.finish_reason is FinishReason.LENGTH else "stop"
-    return {
-        "id": f"{prefix}-{reply.id}",
-        "object": kind,
-        "created": int(reply.created_s),
-        "model": reply.model,
-        "choices": [{"index": 0, "finish_reason": finish_reason, "logprobs": None, **choice}],
-        "usage": {
-            "prompt_tokens": reply.num_prompt,
-            "completion_tokens": reply.num_sampled,
-            "total_tokens": reply.num_prompt + reply.num_sampled,
-            "prompt_tokens_details": {"cached_tokens": reply.num_cached},
-        },
-    }
+def read_list(body: JsonObject, key: str) -> Sequence[Any]:
+    """Empty when absent or null."""
+    value = body.get(key)
+    if value is not None and not isinstance(value, list):
+        raise InvalidRequest(f"{key} is a {type(value).__name__}; want a list", param=key)
+    return value or []
 
 
-def error_body(error: ManegeError) -> JsonObject:
-    """OpenAI's error object. Its SDKs show `message`, and compare `code`."""
-    kind = "invalid_request_error" if error.status < 500 else "server_error"
-    code = None if error.code == kind else error.code
-    param = error.param if isinstance(error, InvalidRequest) else None
-    return {"error": {"message": str(error), "type": kind, "param": param, "code": code}}
+def read_object(value: Any, where: str) -> JsonObject:
+    """`value`, which must be a JSON object."""
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"{where} is {value!r}; want an object", param=where)
+    return value
 
 
 def _number(body: JsonObject, key: str, *, low: float, high: float) -> float | None:
@@ -106,9 +135,10 @@ def _number(body: JsonObject, key: str, *, low: float, high: float) -> float | N
     return float(value)
 
 
-def _check_range(key: str, value: float, low: float, high: float | None) -> None:
-    if value < low or (high is not None and value > high):
-        wanted = f"at least {low}" if high is None else f"between {low} and {high}"
+def _check_range(key: str, value: float, low: float, high: float) -> None:
+    # Written so that NaN fails.
+    if not low <= value <= high:
+        wanted = f"at least {low}" if high == _MAX_INTEGER and value < low else f"between {low} and {high}"
         raise InvalidRequest(f"{key} is {value}; want {wanted}", param=key)
 
 
