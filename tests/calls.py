@@ -9,7 +9,9 @@ from manege.trainer.engines.base import WeightedSample
 from manege.types import Call, CallId, Delivered, FinishReason, PolicyVersion, RolloutId, VersionSpan
 
 
-def make_call(name, prompt, response, *, parent=None, delivered=Delivered.YES, rollout="r", logprobs=None, version=1):
+def make_call(
+    name, prompt, response, *, parent=None, delivered=Delivered.YES, rollout="r", logprobs=None, version=1, **more
+):
     return Call(
         id=CallId(name),
         rollout_id=RolloutId(rollout),
@@ -28,6 +30,7 @@ def make_call(name, prompt, response, *, parent=None, delivered=Delivered.YES, r
         reply={},
         created_s=0.0,
         ended_s=0.0,
+        **more,
     )
 
 

@@ -135,6 +135,8 @@ class CreditConfig(_Section):
     """... and above 1 + clip_high."""
     dual_clip: Annotated[float, Field(gt=1)] | None = 3.0
     """Bound on the ratio where the advantage is negative; None: unbounded."""
+    side_calls: Literal["train", "exclude"] = "train"
+    """Calls beside the agent's work (titles, summaries, commit messages), as far as its harness is known."""
     shuffle_rewards: bool = False
     """A control for experiments: rewards are shuffled among the rollouts of a step, so that nothing can be learnt."""
 
@@ -195,6 +197,8 @@ class GatewayConfig(_Section):
     """The operator key; None: made at first start and kept in a file of mode 0600."""
     engine_url: str | None = None
     """An engine that speaks vLLM's token wire; None: the local one."""
+    max_body_mb: PositiveInt = 64
+    """The largest request body, unpacked, in MiB; the default holds a prompt of a million tokens as text."""
 
 
 class EngineConfig(_Section):

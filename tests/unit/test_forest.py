@@ -132,3 +132,16 @@ def test_every_sampled_token_has_one_fate_on_random_forests(moves):
 
 def _full(call):
     return [*call.prompt_ids_P.tolist(), *call.response_ids_R.tolist()]
+
+
+def test_constrained_and_unwanted_side_calls_are_excluded_and_accounted_for():
+    main = make_call("main", [1, 2], [3, 4])
+    title = make_call("title", [7], [8], thread="side:title")
+    forced = make_call("forced", [1, 2, 3, 4, 5], [6], constrained=True)
+    forest = build_forest([main, title, forced])
+    samples, ledger = build_samples(forest)
+    assert sorted(call for sample in samples for call in sample.call_ids) == ["forced", "main", "title"]
+    assert (ledger.trained, ledger.excluded) == (3, 1)
+    [sample], ledger = build_samples(forest, with_side_calls=False)
+    assert sample.mask_T.tolist() == [False, False, True, True, False, False]
+    assert (ledger.sampled, ledger.trained, ledger.excluded) == (4, 2, 2)

@@ -38,7 +38,7 @@ def build_batch(groups: Sequence[Group], credit: CreditConfig, *, success_reward
         advantages = group_advantages(group_rewards, credit.advantage)
         informative += any(abs(advantage or 0.0) > 1e-9 for advantage in advantages)
         for calls, advantage in zip(group.calls, advantages, strict=True):
-            samples, ledger = build_samples(build_forest(calls))
+            samples, ledger = build_samples(build_forest(calls), with_side_calls=credit.side_calls == "train")
             ledgers.append(ledger)
             if advantage is not None:
                 built.append((advantage, samples))

@@ -73,10 +73,16 @@ class Ledger:
             raise TrainerError(f"the ledger does not add up: {self}; this is a bug in sample building")
 
 
-def build_samples(forest: Forest) -> tuple[Sequence[Sample], Ledger]:
-    """Samples of one attempt and where every sampled token went."""
+def build_samples(forest: Forest, *, with_side_calls: bool = True) -> tuple[Sequence[Sample], Ledger]:
+    """Samples of one attempt and where every sampled token went. Without side calls (titles, summaries ...) what was
+    sampled for those is excluded."""
     leaves = forest.leaves()
-    fates = [_fate(forest, index, set(leaves)) for index in range(len(forest.calls))]
+    fates = [
+        Fate.EXCLUDED
+        if call.constrained or (call.thread.startswith("side:") and not with_side_calls)
+        else _fate(forest, index, set(leaves))
+        for index, call in enumerate(forest.calls)
+    ]
     ends = [index for index in leaves if fates[index] is not Fate.DEAD]
     ends += _orphans(forest, leaves, fates, ends)
     owner: dict[int, int] = {}
