@@ -112,7 +112,7 @@ def to_json(value: Any, where: str) -> str:
     try:
         return orjson.dumps(value).decode()
     except TypeError as error:
-        raise wrong(where, f"cannot be written as JSON ({error}); send less depth and smaller numbers")
+        raise wrong(where, f"cannot be written as JSON ({error}); send less depth and smaller numbers") from error
 
 
 def arguments_object(arguments: str) -> JsonObject:
