@@ -8,17 +8,19 @@ A body that is not the JSON that a route expects is 400, a field with an impossi
 """
 
 import asyncio
-from collections.abc import Coroutine, Mapping
+import zlib
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, Self, TypeVar
 
 import orjson
+import zstandard
 from pydantic import TypeAdapter, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive
 
-from manege.errors import ManegeError, ProtocolError, UnprocessableError
+from manege.errors import BodyTooLargeError, ManegeError, ProtocolError, UnprocessableError
 
 __all__ = [
     "MAX_BODY_BYTES",
@@ -40,13 +42,53 @@ RETRY_AFTER_S = 5
 T = TypeVar("T")
 
 
-async def read_json(request: Request, limit_bytes: int = MAX_BODY_BYTES) -> Any:
-    """A JSON body; an empty one is {}. Raises ProtocolError."""
+async def read_body(request: Request, limit_bytes: int = MAX_BODY_BYTES) -> bytes:
+    """The body, unpacked if it is gzip or zstd; both forms are limited. Raises ProtocolError, BodyTooLargeError."""
+    encoding = request.headers.get("content-encoding", "identity").lower()
+    if encoding not in _UNPACKERS:
+        raise ProtocolError(f"content-encoding {encoding!r} is not supported; send gzip, zstd or plain")
     raw = bytearray()
     async for part in request.stream():
         raw += part
-        if len(raw) > limit_bytes:
-            raise ProtocolError(f"the body is larger than {limit_bytes} bytes; send less")
+        _check_size(len(raw), limit_bytes)
+    try:
+        return _UNPACKERS[encoding](bytes(raw), limit_bytes)
+    except (zlib.error, zstandard.ZstdError, EOFError) as error:
+        raise ProtocolError(f"the body is not valid {encoding}: {error}") from error
+
+
+def _unpack_gzip(raw: bytes, limit_bytes: int) -> bytes:
+    unpacker = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
+    body = unpacker.decompress(raw, limit_bytes + 1)
+    _check_size(len(body), limit_bytes)
+    if not unpacker.eof:
+        raise EOFError("it ends too early")
+    return body
+
+
+def _unpack_zstd(raw: bytes, limit_bytes: int) -> bytes:
+    with zstandard.ZstdDecompressor().stream_reader(raw) as reader:
+        body = reader.read(limit_bytes + 1)
+    _check_size(len(body), limit_bytes)
+    return body
+
+
+def _check_size(num_bytes: int, limit_bytes: int) -> None:
+    if num_bytes > limit_bytes:
+        raise BodyTooLargeError(f"the body is larger than {limit_bytes} bytes (gateway.max_body_mb); send less")
+
+
+_UNPACKERS: dict[str, Callable[[bytes, int], bytes]] = {
+    "identity": lambda raw, _: raw,
+    "gzip": _unpack_gzip,
+    "x-gzip": _unpack_gzip,
+    "zstd": _unpack_zstd,
+}
+
+
+async def read_json(request: Request, limit_bytes: int = MAX_BODY_BYTES) -> Any:
+    """A JSON body; an empty one is {}. Raises ProtocolError, BodyTooLargeError."""
+    raw = await read_body(request, limit_bytes)
     try:
         return orjson.loads(raw) if raw else {}
     except orjson.JSONDecodeError as error:

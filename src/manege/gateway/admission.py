@@ -8,7 +8,7 @@ engine has are off in both modes. Whatever was replaced is recorded with the cal
 from dataclasses import dataclass
 
 from manege.config import SamplingConfig
-from manege.engine.base import Sampling
+from manege.engine.base import Constraint, Sampling
 from manege.errors import ContextOverflowError
 from manege.protocols.base import AskedSampling
 from manege.types import JsonObject, RolloutSpec
@@ -32,13 +32,16 @@ def admit(
     num_prompt: int,
     context_limit: int,
     stop_ids: frozenset[int],
+    constraint: Constraint | None = None,
 ) -> Admitted:
     """Raises ContextOverflowError, in the words by which SDKs and harnesses know it, if no token fits."""
     room = context_limit - num_prompt
     if room < 1:
         raise ContextOverflowError(
             f"This model's maximum context length is {context_limit} tokens. However, your messages resulted in "
-            f"{num_prompt} tokens. Please reduce the length of the messages."
+            f"{num_prompt} tokens. Please reduce the length of the messages.",
+            num_prompt=num_prompt,
+            context_limit=context_limit,
         )
     wanted = {"temperature": asked.temperature, "top_p": asked.top_p, "top_k": asked.top_k, "seed": asked.seed}
     defaults = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "seed": None}
@@ -52,6 +55,7 @@ def admit(
         max_new_tokens=min(asked.max_new_tokens or room, limits.max_new_tokens, room),
         stop_ids=stop_ids,
         stop_strings=asked.stop,
+        constraint=constraint,
         **used,
     )
     return Admitted(sampling=sampling, overridden={**replaced, **asked.others})

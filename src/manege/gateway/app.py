@@ -1,4 +1,4 @@
-"""The gateway as one Starlette application: our own API here, the agents' protocols in `inference.py`.
+"""The gateway as one Starlette application: our own API here, the agents' protocols in `endpoints.py`.
 
 The application owns nothing that it is given: whoever opened the store and the engine closes them, after the server.
 """
@@ -11,10 +11,11 @@ from starlette.applications import Starlette
 from manege.engine.base import Engine
 from manege.gateway.auth import Auth
 from manege.gateway.continuation import Conversations
+from manege.gateway.endpoints import agent_routes
 from manege.gateway.events import event_routes
 from manege.gateway.feed import Feed
+from manege.gateway.flights import Flights
 from manege.gateway.hold import Gate
-from manege.gateway.inference import inference_routes
 from manege.gateway.leases import lease_routes
 from manege.gateway.metrics import Counters
 from manege.gateway.models import model_routes
@@ -23,7 +24,7 @@ from manege.gateway.proxy import proxy_routes
 from manege.gateway.rollouts import rollout_routes
 from manege.gateway.runs import run_routes
 from manege.gateway.services import RunSettings, Services
-from manege.http import error_handlers
+from manege.http import MAX_BODY_BYTES, error_handlers
 from manege.rendering.base import Renderer
 from manege.store.sql import SqlStore
 
@@ -38,6 +39,7 @@ def create_app(
     operator_key: str,
     model_name: str,
     context_limit: int,
+    max_body_bytes: int = MAX_BODY_BYTES,
     clock: Callable[[], float] = time.time,
 ) -> Starlette:
     """Called inside the event loop that will serve it. `app.state.services` holds the parts."""
@@ -51,9 +53,11 @@ def create_app(
         feed=Feed(),
         counters=Counters(),
         conversations=Conversations(store),
+        flights=Flights(),
         settings=RunSettings(store),
         model_name=model_name,
         context_limit=context_limit,
+        max_body_bytes=max_body_bytes,
         clock=clock,
     )
     routes = [
@@ -63,7 +67,7 @@ def create_app(
         *run_routes(services),
         *model_routes(services),
         *proxy_routes(services),
-        *inference_routes(services),
+        *agent_routes(services),
     ]
     app = Starlette(routes=routes, exception_handlers=error_handlers)
     app.state.services = services

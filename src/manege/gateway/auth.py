@@ -19,7 +19,7 @@ from pathlib import Path
 from starlette.requests import Request
 from starlette.responses import Response
 
-from manege.errors import ConfigError, ConflictError, ForbiddenError, ManegeError, NotFoundError
+from manege.errors import ConfigError, ConflictError, ForbiddenError, ManegeError, NotFoundError, UnauthorizedError
 from manege.http import read_json
 from manege.store.sql import SqlStore
 from manege.types import TERMINAL, Event, Rollout, RolloutId
@@ -116,7 +116,7 @@ class Auth:
             expected = self._sign(RolloutId(rollout_id), int(number))
             if hmac.compare_digest(signature.encode(), expected.encode()):
                 return RolloutId(rollout_id), int(number)
-        raise ForbiddenError("the key is not valid here; agents find theirs in OPENAI_API_KEY")
+        raise UnauthorizedError("the key is not valid here; agents find theirs in OPENAI_API_KEY")
 
     def _sign(self, rollout_id: RolloutId, attempt: int) -> str:
         text = f"agent:{attempt}:{rollout_id}".encode()
@@ -164,7 +164,7 @@ def _given_key(request: Request) -> str:
     )
     key = next((key for key in candidates if key), None)
     if key is None:
-        raise ForbiddenError(
+        raise UnauthorizedError(
             "no key was given: send it as Authorization: Bearer, x-api-key or x-goog-api-key, or as ?key="
         )
     return key

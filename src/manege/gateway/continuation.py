@@ -109,7 +109,7 @@ class Conversation:
         )
         self._by_key[key] = self._by_call[call.id] = served
         for tool_call in call.reply.get("tool_calls") or ():
-            self._by_handle[tool_call["id"]] = served
+            self._by_handle[_handle(tool_call["id"])] = served
 
     def forget(self, call: Call) -> None:
         """Take back an answer that the agent did not get: a twin that it got is what it will continue."""
@@ -145,7 +145,7 @@ class Conversation:
     def _by_known_handle(self, message: JsonObject, essence: JsonObject, start: bytes) -> _Served | None:
         if not message.get("tool_calls"):
             return None
-        served = self._by_handle.get(message["tool_calls"][0]["id"])
+        served = self._by_handle.get(_handle(message["tool_calls"][0]["id"]))
         if served is None or served.start != start or served.call_id not in self._by_call:
             return None
         same_calls = _hash(b"", essence.get("tool_calls")) == served.calls_hash
@@ -164,7 +164,7 @@ class Conversations:
         if self._get(rollout_id, attempt) is None:
             rebuilt = Conversation()
             for call in (await self._store.calls([rollout_id])).get(rollout_id, ()):
-                if call.attempt == attempt and call.protocol == "chat" and call.delivered is not Delivered.NO:
+                if call.attempt == attempt and "messages" in call.request and call.delivered is not Delivered.NO:
                     rebuilt.add(call)
             # Whoever was first while we read has newer calls already.
             if self._get(rollout_id, attempt) is None:
@@ -190,6 +190,11 @@ class Conversations:
 
 def _hash(before: bytes, value: object) -> bytes:
     return hashlib.blake2b(before + orjson.dumps(value, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()
+
+
+def _handle(tool_call_id: str) -> str:
+    """Some harnesses strip the underscore."""
+    return "".join(filter(str.isalnum, tool_call_id))
 
 
 def _essence(message: JsonObject) -> Mapping[str, Any]:

@@ -20,7 +20,8 @@ from manege.types import PolicyVersion
 __all__ = ["HOLD_S", "Gate"]
 
 HOLD_S = 280.0
-"""How long a call waits for the end of a pause: under the 300 s after which proxies and clients commonly give up."""
+"""How long a plain call waits for the end of a pause: under the 300 s after which proxies and clients commonly give up.
+A stream waits as long as it must, with heartbeats."""
 
 _log = get_logger("gateway")
 
@@ -28,9 +29,8 @@ _log = get_logger("gateway")
 class Gate:
     """Counts calls in flight; holds new ones while paused."""
 
-    def __init__(self, engine: Engine, *, hold_s: float = HOLD_S) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self._hold_s = hold_s
         self._lock = asyncio.Lock()
         self._open = asyncio.Event()
         self._open.set()
@@ -42,10 +42,10 @@ class Gate:
         self.num_held = 0
 
     @asynccontextmanager
-    async def enter(self) -> AsyncIterator[None]:
-        """Run a model call inside. Raises UnavailableError after `hold_s` of a pause, or at shutdown."""
+    async def enter(self, hold_s: float | None = HOLD_S) -> AsyncIterator[None]:
+        """Run a model call inside. Raises UnavailableError after `hold_s` of a pause (None: never), or at shutdown."""
         if self.paused:
-            await self._held()
+            await self._held(hold_s)
         self.num_in_flight += 1
         try:
             yield
@@ -108,15 +108,15 @@ class Gate:
         except TimeoutError:
             _log.info(kv("pausing with calls in flight", num_in_flight=self.num_in_flight, drain_s=drain_s))
 
-    async def _held(self) -> None:
+    async def _held(self, hold_s: float | None) -> None:
         self.num_held += 1
         try:
-            async with asyncio.timeout(self._hold_s):
+            async with asyncio.timeout(hold_s):
                 while self.paused and not self._closed:
                     await self._open.wait()
         except TimeoutError:
             raise UnavailableError(
-                f"the gateway has been paused for {self._hold_s:.0f} s (weights are being changed); try again"
+                f"the gateway has been paused for {hold_s:.0f} s (weights are being changed); try again"
             ) from None
         finally:
             self.num_held -= 1

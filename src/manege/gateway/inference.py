@@ -1,56 +1,39 @@
-"""One handler for the model calls of all protocols: authorise, parse, continue, admit, generate, store, answer.
+"""One handler for the model calls of all protocols: authorise, parse, filter, answer whole or streamed.
 
-A call is durable before the agent gets its answer; whether it got it is noted afterwards, off its path. A client that
-goes away while it waits or while tokens are sampled ends the generation, and nothing is stored; one that goes away
-later leaves a call that is stored as not delivered. Errors are answered in the caller's protocol.
+What is answered is made in `answering.py`, in a flight (`flights.py`) that outlives a client for a moment. A call is
+durable before the agent gets the end of its answer; whether it got it is noted afterwards, off its path. Errors are
+answered in the caller's protocol; once a stream has begun, inside the stream.
 """
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from contextlib import aclosing
 
-import numpy as np
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from manege.engine.base import Generation, Sampling, collect
-from manege.errors import ConflictError, EngineError, ManegeError, NotFoundError
-from manege.gateway.admission import admit
+from manege.errors import ConflictError, ManegeError, NotFoundError
+from manege.gateway.answering import Answering, prompt_of
 from manege.gateway.auth import AgentIdentity
-from manege.gateway.capture import answer_message, new_call, reply_to
-from manege.gateway.continuation import Conversation, Prompt
+from manege.gateway.flights import Flight
+from manege.gateway.hold import HOLD_S
 from manege.gateway.services import Services
+from manege.harnesses.traffic import Traffic, read_traffic, recognise
 from manege.http import ClientGone, Connection, answer, read_object
 from manege.logs import get_logger, kv
-from manege.protocols.base import InvalidRequest, ModelRequest, WireProtocol
-from manege.protocols.chat import ChatCompletions
-from manege.protocols.completions import Completions
-from manege.protocols.openai import error_body
-from manege.rendering.base import Renderer
-from manege.types import Call, Delivered, Event, FinishReason, JsonObject
+from manege.protocols.base import ModelReply, ModelRequest, WireProtocol
+from manege.types import Delivered
 
-__all__ = ["inference_routes"]
+__all__ = ["ModelCalls", "TokenCounts", "error_response"]
 
-PREFIX = "/proxy/rollout/{rollout_id}/attempt/{attempt}/mode/{mode}/openai"
+SILENCE_S = 10.0
+"""A stream is opened when nothing was sampled for so long, and never stays silent for longer."""
 
 _log = get_logger("gateway")
 
 
-def inference_routes(services: Services) -> list[Route]:
-    """Model routes, each by the key alone (`/v1/...`) and by the long path of Agent Lightning."""
-    endpoints = {
-        "chat/completions": ModelCalls(services, ChatCompletions()),
-        "completions": ModelCalls(services, Completions()),
-    }
-    routes: list[Route] = []
-    for prefix in ("", PREFIX):
-        routes += [Route(f"{prefix}/v1/{path}", endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
-        routes.append(Route(f"{prefix}/v1/models", _models(services), methods=["GET"]))
-    return routes
-
-
 class ModelCalls:
-    """A model call of an agent, recorded with its tokens before it is answered."""
+    """A model call of an agent, recorded with its tokens before it is answered: an ASGI endpoint."""
 
     def __init__(self, services: Services, protocol: WireProtocol) -> None:
         self._services = services
@@ -60,130 +43,158 @@ class ModelCalls:
         request = Request(scope, receive)
         try:
             identity = await self._services.auth.authorise_agent(request)
-            model_request = self._protocol.parse(await read_object(request))
-            async with Connection(receive) as connection:
-                call, num_cached = await self._make_call(identity, model_request, connection)
-                delivered = not connection.gone
-                if delivered:
-                    await self._respond(model_request, call, num_cached)(scope, receive, send)
-        except (ClientGone, ClientDisconnect):
-            _log.info(kv("the client went away before it was answered", path=request.url.path))
+            answering = await self._answering(request, identity)
+            await self._serve(answering, receive, send)
+        except ClientDisconnect:
+            _log.info(kv("the client went away before its request was read", path=request.url.path))
         except ManegeError as error:
             self._services.counters.add("manege_call_errors_total")
-            await _error_response(self._protocol.error(error), error)(scope, receive, send)
-        else:
-            await self._note_delivery(call, delivered)
+            await error_response(self._protocol, error)(scope, receive, send)
 
-    async def _make_call(
-        self, identity: AgentIdentity, request: ModelRequest, connection: Connection
-    ) -> tuple[Call, int]:
-        """A call that is stored, and how many of its prompt tokens were cached."""
+    async def _answering(self, request: Request, identity: AgentIdentity) -> Answering:
         services = self._services
-        created_s = services.clock()
-        limits = await services.settings.sampling(identity.rollout.spec.run)
-        conversation = await services.conversations.of(identity.rollout_id, identity.attempt)
-        prompt = _prompt(request, conversation, services.renderer)
-        admitted = admit(
-            request.sampling,
-            spec=identity.rollout.spec,
-            limits=limits,
-            num_prompt=len(prompt.ids),
-            context_limit=services.context_limit,
-            stop_ids=services.renderer.stop_ids,
-        )
-        generation = await self._generate(identity, prompt, admitted.sampling, connection)
-        call = new_call(
-            request,
-            prompt,
-            generation,
-            answer_message(request, prompt, generation, services.renderer),
+        model_request = self._protocol.parse(await read_object(request, services.max_body_bytes))
+        traffic = await read_agent_traffic(services, request, identity, model_request)
+        return Answering(
+            services=services,
             identity=identity,
             protocol=self._protocol.name,
-            admitted=admitted,
-            created_s=created_s,
-            ended_s=services.clock(),
+            request=traffic.request,
+            thread=traffic.thread,
+            edits=traffic.edits,
+            headers=request.headers.items,
+            hold_s=None if model_request.stream else _hold_s(request),
         )
-        await services.store.add_call(call)
-        if request.prompt is None:
-            conversation.add(call)
-        self._count(call)
-        return call, generation.num_cached
 
-    async def _generate(
-        self, identity: AgentIdentity, prompt: Prompt, sampling: Sampling, connection: Connection
-    ) -> Generation:
-        """Raises ClientGone, UnavailableError (held too long) or EngineError, which the rollout's log then tells."""
-        services = self._services
+    async def _serve(self, answering: Answering, receive: Receive, send: Send) -> None:
+        flights = self._services.flights
+        flight = flights.join(answering.key, answering)
+        async with Connection(receive) as connection:
+            try:
+                delivered = await self._answer(answering, flight, connection, send)
+            except ClientGone:
+                delivered = False
+            except BaseException:
+                flights.leave(flight)
+                raise
+        if delivered:
+            flights.leave(flight)
+            await self._note(flight, Delivered.YES)
+        else:
+            flights.abandon(flight, self._lost)
 
-        async def behind_gate() -> Generation:
-            async with services.gate.enter():
-                generation = await collect(services.engine.generate(prompt.ids.tolist(), sampling))
-            if generation.finish_reason is FinishReason.ABORT:
-                raise EngineError("the engine aborted the answer; see its log")
-            return generation
+    async def _answer(self, answering: Answering, flight: Flight, connection: Connection, send: Send) -> bool:
+        """Whether the client got all of it. Raises ClientGone, and ManegeError while nothing was sent."""
+        if not answering.request.stream:
+            # Shielded: a client that goes away does not end the answer, `Flights.abandon` does.
+            reply = await connection.run(_result(flight))
+            response = answer(self._protocol.reply(answering.request, reply), headers={"x-request-id": reply.head.id})
+            delivered = not connection.gone
+            await _send_start(send, response.raw_headers)
+            await _send_part(send, bytes(response.body), more=False)
+            return delivered
+        await connection.run(flight.admitted())
+        if not self._services.gate.paused:
+            await connection.run(flight.started(SILENCE_S))
+        if flight.task.done():
+            # An error that came before anything was sent is answered with its own status.
+            flight.task.result()
+        return await connection.run(self._stream(answering, flight, connection, send))
 
+    async def _stream(self, answering: Answering, flight: Flight, connection: Connection, send: Send) -> bool:
+        """Deltas as they come, heartbeats in between, then the end or the error."""
+        assert flight.head is not None
+        stream = self._protocol.stream(answering.request, flight.head)
+        await _send_start(send, _stream_headers(stream.media_type, flight.head.id))
+        await _send_part(send, stream.start())
+        async with aclosing(flight.follow(SILENCE_S)) as items:
+            async for item in items:
+                await _send_part(send, stream.heartbeat() if item is None else stream.delta(*item))
         try:
-            return await connection.run(behind_gate())
-        except EngineError as error:
-            event = Event(
-                rollout_id=identity.rollout_id,
-                attempt=identity.attempt,
-                event_type="engine.error",
-                data={"message": str(error)},
-                timestamp_s=services.clock(),
-            )
-            await services.store.add_event(event)
-            raise
-
-    def _respond(self, request: ModelRequest, call: Call, num_cached: int) -> Response:
-        services = self._services
-        reply = reply_to(request, call, model=services.model_name, num_cached=num_cached, renderer=services.renderer)
-        return answer(self._protocol.reply(reply), headers={"x-request-id": call.id})
-
-    async def _note_delivery(self, call: Call, delivered: bool) -> None:
-        """After the answer, so that the agent does not wait for it."""
-        try:
-            if not delivered:
-                self._services.conversations.forget_call(call)
-            await self._services.store.set_delivered(call.id, Delivered.YES if delivered else Delivered.NO)
-        except NotFoundError as error:
-            # The rollout was deleted between the answer and this note.
-            _log.info(kv("delivery not noted", call_id=call.id, reason=error))
-
-    def _count(self, call: Call) -> None:
-        add = self._services.counters.add
-        add("manege_calls_total")
-        add("manege_prompt_tokens_total", len(call.prompt_ids_P))
-        add("manege_sampled_tokens_total", len(call.response_ids_R))
-        if call.parent is not None:
-            add("manege_continued_calls_total")
-
-
-def _models(services: Services) -> Callable[[Request], Awaitable[Response]]:
-    async def models(request: Request) -> Response:
-        """The one model that is served."""
-        try:
-            await services.auth.authorise_agent(request)
+            end = stream.finish(flight.task.result())
         except ManegeError as error:
-            return _error_response(error_body(error), error)
-        known = {"id": services.model_name, "max_model_len": services.context_limit}
-        return answer({"object": "list", "data": [known | {"object": "model", "created": 0, "owned_by": "manege"}]})
+            self._services.counters.add("manege_call_errors_total")
+            end = stream.error(error)
+        delivered = not connection.gone
+        await _send_part(send, end, more=False)
+        return delivered
 
-    return models
+    async def _lost(self, flight: Flight) -> None:
+        await self._note(flight, Delivered.NO)
+
+    async def _note(self, flight: Flight, delivered: Delivered) -> None:
+        """After the answer, so that the agent does not wait for it."""
+        for call in flight.calls:
+            try:
+                if delivered is Delivered.NO:
+                    self._services.conversations.forget_call(call)
+                await self._services.store.set_delivered(call.id, delivered)
+            except NotFoundError as error:
+                # The rollout was deleted between the answer and this note.
+                _log.info(kv("delivery not noted", call_id=call.id, reason=error))
 
 
-def _prompt(request: ModelRequest, conversation: Conversation, renderer: Renderer) -> Prompt:
-    if request.prompt is None:
-        return conversation.prompt(request, renderer)
-    ids = renderer.encode(request.prompt) if isinstance(request.prompt, str) else request.prompt
-    unknown = [token for token in ids if token >= renderer.vocab_size]
-    if unknown:
-        raise InvalidRequest(
-            f"prompt holds token id {unknown[0]}, but the model's ids are below {renderer.vocab_size}", param="prompt"
-        )
-    return Prompt(ids=np.asarray(ids, np.int32), parent=None, new_messages=())
+class TokenCounts:
+    """How many tokens a request would be: an ASGI endpoint of the protocols that have one."""
+
+    def __init__(self, services: Services, protocol: WireProtocol) -> None:
+        self._services = services
+        self._protocol = protocol
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        services, request = self._services, Request(scope, receive)
+        try:
+            identity = await services.auth.authorise_agent(request)
+            model_request = self._protocol.parse(await read_object(request, services.max_body_bytes))
+            traffic = await read_agent_traffic(services, request, identity, model_request)
+            conversation = await services.conversations.of(identity.rollout_id, identity.attempt)
+            prompt = prompt_of(traffic.request, conversation, services.renderer)
+            response = answer(self._protocol.token_count(len(prompt.ids)))
+        except ManegeError as error:
+            response = error_response(self._protocol, error)
+        await response(scope, receive, send)
 
 
-def _error_response(body: JsonObject, error: ManegeError) -> Response:
+async def read_agent_traffic(
+    services: Services, request: Request, identity: AgentIdentity, model_request: ModelRequest
+) -> Traffic:
+    """The request as the harness means it: filtered, and with the thread that it belongs to."""
+    headers = dict(request.headers)
+    setting = await services.settings.of(identity.rollout.spec.run)
+    return read_traffic(setting.harness or recognise(headers), headers, model_request)
+
+
+def error_response(protocol: WireProtocol, error: ManegeError) -> Response:
+    """An error in the protocol's shape."""
     # OpenAI's SDK would try a 409 again; an attempt that is over stays over.
-    return answer(body, error.status, {"x-should-retry": "false"} if isinstance(error, ConflictError) else {})
+    headers = {"x-should-retry": "false"} if isinstance(error, ConflictError) else {}
+    return answer(protocol.error(error), error.status, headers)
+
+
+async def _result(flight: Flight) -> ModelReply:
+    return await asyncio.shield(flight.task)
+
+
+def _hold_s(request: Request) -> float:
+    """How long a plain call may be held: less than its client waits, as far as SDKs say it in a header."""
+    for name in ("x-stainless-read-timeout", "x-stainless-timeout"):
+        try:
+            return max(min(HOLD_S, float(request.headers[name]) - 10), 1.0)
+        except (KeyError, ValueError):
+            pass
+    return HOLD_S
+
+
+def _stream_headers(media_type: str, call_id: str) -> list[tuple[bytes, bytes]]:
+    # The third tells proxies of nginx's kind not to collect the answer.
+    names = {"content-type": media_type, "cache-control": "no-cache", "x-accel-buffering": "no"}
+    return [(name.encode(), value.encode()) for name, value in {**names, "x-request-id": call_id}.items()]
+
+
+async def _send_start(send: Send, headers: list[tuple[bytes, bytes]]) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+
+
+async def _send_part(send: Send, body: bytes, *, more: bool = True) -> None:
+    if body or not more:
+        await send({"type": "http.response.body", "body": body, "more_body": more})

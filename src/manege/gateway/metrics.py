@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from manege.types import Call
+
 __all__ = ["METRICS", "Counters", "render"]
 
 METRICS: Mapping[str, tuple[str, str]] = MappingProxyType(
@@ -29,6 +31,14 @@ class Counters:
     def add(self, name: str, amount: int = 1) -> None:
         """Count up; the name must stand in METRICS."""
         self.values[name] += amount
+
+    def count_call(self, call: Call) -> None:
+        """An answered call."""
+        self.add("manege_calls_total")
+        self.add("manege_prompt_tokens_total", len(call.prompt_ids_P))
+        self.add("manege_sampled_tokens_total", len(call.response_ids_R))
+        if call.parent is not None:
+            self.add("manege_continued_calls_total")
 
 
 def render(values: Mapping[str, float | Mapping[str, float]]) -> str:

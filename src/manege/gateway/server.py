@@ -116,6 +116,7 @@ class GatewayServer(Server):
         self.services.feed.close()
         self.services.gate.close()
         await super().stop()
+        await self.services.flights.close()
         await self.services.engine.close()
 
 

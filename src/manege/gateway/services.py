@@ -1,7 +1,7 @@
 """What the handlers of one gateway share, made once by `create_app` and passed down.
 
-Sampling settings of a run are read from the store once and kept until the run is put again, since every model call
-needs them. State that changes lives in the members (gate, feeds, counters), never in this record.
+Settings of a run are read from the store once and kept until the run is put again, since every model call needs them.
+State that changes lives in the members (gate, feeds, counters), never in this record.
 """
 
 from collections.abc import Callable
@@ -10,45 +10,59 @@ from dataclasses import dataclass
 from pydantic import ValidationError
 
 from manege.config import SamplingConfig
-from manege.errors import NotFoundError
+from manege.errors import HarnessError, NotFoundError
 from manege.gateway.auth import Auth
 from manege.gateway.continuation import Conversations
 from manege.gateway.feed import Feed
+from manege.gateway.flights import Flights
 from manege.gateway.hold import Gate
 from manege.gateway.metrics import Counters
 from manege.gateway.pool import EnginePool
+from manege.harnesses.harness import Harness, load
 from manege.rendering.base import Renderer
 from manege.store.sql import SqlStore
 from manege.types import RunId
 
-__all__ = ["RunSettings", "Services"]
+__all__ = ["RunSetting", "RunSettings", "Services"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSetting:
+    """What a model call must know of its run."""
+
+    sampling: SamplingConfig
+    """Temperature of training calls and the upper bound on new tokens."""
+    harness: Harness | None
+    """Whose noise is filtered; None: recognised by its headers."""
 
 
 class RunSettings:
-    """Sampling settings per run; the defaults for a run without any (`default`, Agent Lightning's)."""
+    """Settings per run; the defaults for a run without any (`default`, Agent Lightning's)."""
 
     def __init__(self, store: SqlStore) -> None:
         self._store = store
-        self._sampling: dict[RunId, SamplingConfig] = {}
+        self._known: dict[RunId, RunSetting] = {}
 
-    async def sampling(self, run: RunId) -> SamplingConfig:
-        """Temperature of training calls and the upper bound on new tokens."""
-        found = self._sampling.get(run)
+    async def of(self, run: RunId) -> RunSetting:
+        """Read once."""
+        found = self._known.get(run)
         if found is None:
-            found = self._sampling[run] = await self._read(run)
+            found = self._known[run] = await self._read(run)
         return found
 
     def forget(self, run: RunId) -> None:
         """Called when a run's config is put."""
-        self._sampling.pop(run, None)
+        self._known.pop(run, None)
 
-    async def _read(self, run: RunId) -> SamplingConfig:
+    async def _read(self, run: RunId) -> RunSetting:
         try:
             config = (await self._store.get_run(run)).config
-            return SamplingConfig.model_validate(config.get("sampling", {}))
-        except (NotFoundError, ValidationError):
+            sampling = SamplingConfig.model_validate(config.get("sampling", {}))
+            harness = config.get("harness")
+            return RunSetting(sampling=sampling, harness=load(harness) if harness else None)
+        except (NotFoundError, HarnessError, ValidationError, AttributeError):
             # A run of a foreign trainer keeps whatever config it likes.
-            return SamplingConfig()
+            return RunSetting(sampling=SamplingConfig(), harness=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,10 +79,14 @@ class Services:
     """Wakes long polls after writes."""
     counters: Counters
     conversations: Conversations
+    flights: Flights
+    """Answers under way."""
     settings: RunSettings
     model_name: str
     """Answered as `model`, whatever the caller asked for."""
     context_limit: int
     """Tokens of prompt + answer."""
+    max_body_bytes: int
+    """Of a request, unpacked."""
     clock: Callable[[], float]
     """Seconds since the epoch."""
