@@ -194,6 +194,7 @@ async def gateway_serving(
             operator_key=key,
             model_name=folder.path.name,
             context_limit=limit,
+            max_body_bytes=config.max_body_mb * 2**20,
             clock=time.time,
         )
         server = await stack.enter_async_context(
