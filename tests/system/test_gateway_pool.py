@@ -59,7 +59,7 @@ async def ask(client, gateway):
 
 
 def register(http, *endpoints, **fields):
-    return http.post("/api/models", json=[{"model": "m", "endpoint": endpoint, **fields} for endpoint in endpoints])
+    return http.post("/api/models", json=[{"model": "m", "endpoint": endpoint, "mode": "tokens", **fields} for endpoint in endpoints])
 
 
 async def versions(client):
@@ -71,7 +71,9 @@ async def test_calls_go_to_a_registered_engine_and_back_to_the_gateways_own_when
     async with serving_engine("x") as (_, url):
         made = await register(http, f"{url}/v1", version=4)
         assert made.status_code == 201
-        assert (await http.get("/api/models")).json() == [{"model": "m", "endpoint": f"{url}/v1", "version": 4}]
+        assert (await http.get("/api/models")).json() == [
+            {"model": "m", "endpoint": f"{url}/v1", "version": 4, "mode": "tokens"}
+        ]
         assert await ask() == "x"
         assert (await http.delete("/api/models")).json() == {"status": "ok"}
         assert await ask() == own != "x"
@@ -128,7 +130,7 @@ async def test_registrations_survive_a_restart_of_the_gateway(store, engine):
     async with serving_engine("x") as (_, url):
         async with GatewayServer(made()) as server, httpx.AsyncClient(trust_env=False) as http:
             headers = {"authorization": "Bearer k"}
-            body = [{"model": "m", "endpoint": url}]
+            body = [{"model": "m", "endpoint": url, "mode": "tokens"}]
             assert (await http.post(f"{server.url}/api/models", json=body, headers=headers)).status_code == 201
         async with GatewayServer(made()) as server, Client(server.url, "k") as client:
             await client.create_rollouts([RolloutSpec(id="r", run="run", task=Task(id="t", input={}))])

@@ -1,57 +1,69 @@
 """The engines behind the gateway: those that were registered, or else the one that it was started with.
 
-A call goes to the registered engine with the fewest calls in progress; pausing, resuming and new weights reach every
-engine. Registrations are kept in the store and are back after a restart. An engine that is forgotten, or registered
-again with another version, first finishes its calls.
+The calls of a session (a conversation) go to the engine that has its cache, unless that one is overloaded. An engine
+that fails gets no more calls until a check has passed; a call that it failed before the first token is tried once more
+on another healthy engine. Pausing, resuming and new weights reach every engine that takes token ids; the weights of
+engines that take messages are changed by whoever registered them.
+
+Registrations are kept in the store and are back after a restart. An engine that is forgotten, or registered again with
+another version, first finishes its calls.
 
 Concurrency: one event loop; `_changing` orders what changes the registry.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass, replace
+import random
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+from typing import Protocol, TypeVar
 
-from manege.engine.base import Chunk, Engine, EngineInfo, Sampling, Weights, collect
-from manege.engine.upstream import UpstreamEngine
-from manege.errors import ManegeError, UnprocessableError
+from manege.engine.base import Chunk, Engine, EngineInfo, Sampling, Weights
+from manege.engine.messages import MessagesEngine
+from manege.errors import EngineError, UnavailableError, UnprocessableError
+from manege.gateway.members import Member, Mode, Registration, choose, probe
+from manege.logs import get_logger, kv
 from manege.store.sql import SqlStore
 from manege.types import PolicyVersion
 
-__all__ = ["EnginePool", "Registration"]
+__all__ = ["EnginePool", "MessagesCall", "Registration"]
 
-PROBE_S = 30.0
-"""For the first answer of an engine; a GPU that still compiles takes seconds."""
+CHECK_INTERVAL_S = 2.0
+"""Between two checks of engines that failed."""
+RETRY_WAIT_S = (0.05, 0.25)
+"""Before the second try, at random, so that the calls of a lost engine do not all reach the next one at once."""
 _KEY = "models"
 
+_log = get_logger("gateway")
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Registration:
-    """An endpoint that speaks vLLM's token wire."""
-
-    model: str
-    endpoint: str
-    """With or without `/v1` at its end."""
-    version: int = 0
-    """Of its weights, where the endpoint itself does not say."""
+T = TypeVar("T", covariant=True)
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Member:
-    engine: Engine
-    num_running: int = 0
+class MessagesCall(Protocol[T]):
+    """A call over an engine that takes messages (`forward.MessagesSource`)."""
+
+    has_begun: bool
+    """Whether a part of the answer was given out."""
+
+    async def run(self, engine: MessagesEngine, model: str) -> T:
+        """Raises EngineError; then it may be run again on another engine, if it has not begun."""
+        ...
 
 
 class EnginePool:
     """See `engine.base.Engine`. Closes what was registered; the engine that it was given belongs to its maker."""
 
-    def __init__(self, engine: Engine, store: SqlStore) -> None:
-        self._given = _Member(engine=engine)
+    def __init__(self, engine: Engine | None, store: SqlStore) -> None:
+        """Without an engine of its own it serves once one is registered."""
+        self._given = None if engine is None else Member(None, engine)
         self._store = store
         self._registrations: dict[str, Registration] = {}
-        self._members: dict[str, _Member] = {}
-        self._leaving: set[_Member] = set()
+        self._members: dict[str, Member] = {}
+        self._leaving: set[Member] = set()
         self._changing = asyncio.Lock()
+        self._checking: asyncio.Task[None] | None = None
+        self.num_retried = 0
+        """Calls that were tried on a second engine."""
 
     async def restore(self) -> None:
         """Use again what was registered before a restart."""
@@ -63,17 +75,36 @@ class EnginePool:
         """One per endpoint."""
         return list(self._registrations.values())
 
+    @property
+    def mode(self) -> Mode:
+        """What the engines that serve now take."""
+        for entry in self._registrations.values():
+            return entry.mode
+        return "tokens"
+
+    @property
+    def num_unhealthy(self) -> int:
+        """Engines that failed and have not passed a check since."""
+        return sum(not member.is_healthy for member in self._serving())
+
     async def register(self, registrations: Sequence[Registration]) -> None:
         """Add endpoints, or change the version of known ones. Raises UnprocessableError, and adds none, if one of them
-        does not answer token ids with token ids and log-probabilities."""
+        does not answer as its mode asks, or if modes would be mixed."""
         async with self._changing:
+            entries = self._registrations | {entry.root: entry for entry in registrations}
+            if len({entry.mode for entry in entries.values()}) > 1:
+                told = ", ".join(f"{entry.endpoint} in mode {entry.mode!r}" for entry in entries.values())
+                raise UnprocessableError(
+                    f"engines of both modes cannot serve together: {told}; register all with the same mode, or forget "
+                    "the others first (DELETE /api/models)"
+                )
             for entry in registrations:
-                if _root(entry) not in self._members:
-                    await _probe(entry)
-            entries = self._registrations | {_root(entry): entry for entry in registrations}
+                known = self._registrations.get(entry.root)
+                if known is None or known.mode != entry.mode:
+                    await probe(entry)
             await self._store.set_value(_KEY, list(entries.values()))
             for entry in registrations:
-                await self._drop(_root(entry))
+                await self._drop(entry.root)
                 self._put(entry)
 
     async def clear(self) -> None:
@@ -83,16 +114,35 @@ class EnginePool:
             for root in list(self._members):
                 await self._drop(root)
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> AsyncGenerator[Chunk, None]:
-        member = self._least_busy()
-        member.num_running += 1
-        try:
-            async with aclosing(member.engine.generate(prompt_ids, sampling)) as chunks:
-                async for chunk in chunks:
-                    yield chunk
-        finally:
-            member.num_running -= 1
-            await self._close_if_left(member)
+    async def generate(
+        self, prompt_ids: Sequence[int], sampling: Sampling, session: str = ""
+    ) -> AsyncGenerator[Chunk, None]:
+        """In mode `tokens`. `session`: calls with the same one share a cache."""
+        member, begun = self._choose(session), False
+        while True:
+            try:
+                async with self._using(member), aclosing(_tokens(member).generate(prompt_ids, sampling)) as chunks:
+                    async for chunk in chunks:
+                        begun = True
+                        yield chunk
+                return
+            except EngineError as error:
+                if begun:
+                    raise
+                member = await self._other(member, session, error)
+                begun = True
+
+    async def forward(self, call: MessagesCall[T], session: str) -> T:
+        """In mode `messages`: run a call. Raises what it raises."""
+        member, is_last = self._choose(session), False
+        while True:
+            try:
+                async with self._using(member):
+                    return await call.run(_messages(member), member.model)
+            except EngineError as error:
+                if is_last or call.has_begun:
+                    raise
+                member, is_last = await self._other(member, session, error), True
 
     async def pause(self) -> None:
         await self._ask_all(lambda engine: engine.pause())
@@ -101,31 +151,81 @@ class EnginePool:
         await self._ask_all(lambda engine: engine.resume())
 
     async def load(self, weights: Weights, version: PolicyVersion) -> None:
+        if self.mode == "messages":
+            raise EngineError(
+                "the registered engines take messages, and their weights are changed by whoever registered them: "
+                "register them again with their new version"
+            )
         await self._ask_all(lambda engine: engine.load(weights, version))
 
     async def info(self) -> EngineInfo:
-        """Of the engine that the next call goes to, with the calls of all."""
-        info = await self._least_busy().engine.info()
-        members = [self._given, *self._members.values(), *self._leaving]
-        return replace(info, num_running=sum(member.num_running for member in members))
+        """Of the engine that the next call goes to, with the calls of all. Raises EngineError in mode `messages`."""
+        info = await _tokens(self._choose("")).info()
+        return replace(info, num_running=sum(member.num_running for member in self._all()))
 
     async def close(self) -> None:
-        members = {*self._members.values(), *self._leaving}
-        await asyncio.gather(*(member.engine.close() for member in members))
+        if self._checking is not None:
+            self._checking.cancel()
+            await asyncio.wait({self._checking})
+        await asyncio.gather(*(member.close() for member in self._all() if member is not self._given))
 
-    def _least_busy(self) -> _Member:
-        return min(self._members.values(), key=lambda member: member.num_running, default=self._given)
+    @asynccontextmanager
+    async def _using(self, member: Member) -> AsyncIterator[None]:
+        member.num_running += 1
+        try:
+            yield
+        except EngineError as error:
+            self._lose(member, error)
+            raise
+        finally:
+            member.num_running -= 1
+            await self._close_if_left(member)
+
+    def _choose(self, session: str) -> Member:
+        if not (serving := self._serving()):
+            raise UnavailableError("no engine is registered; register one with POST /api/models")
+        return choose(serving, session)
+
+    async def _other(self, failed: Member, session: str, error: EngineError) -> Member:
+        """Another healthy engine for a call that failed; raises the error if there is none."""
+        others = [member for member in self._serving() if member is not failed and member.is_healthy]
+        if not others:
+            raise error
+        self.num_retried += 1
+        await asyncio.sleep(random.uniform(*RETRY_WAIT_S))
+        return choose(others, session)
+
+    def _lose(self, member: Member, error: EngineError) -> None:
+        if member.is_healthy and member is not self._given and member not in self._leaving:
+            member.is_healthy = False
+            _log.warning(kv("an engine failed and gets no calls until it answers again", url=member.name, reason=error))
+            if self._checking is None or self._checking.done():
+                self._checking = asyncio.create_task(self._check_until_healthy(), name="engine-checks")
+
+    async def _check_until_healthy(self) -> None:
+        while lost := [member for member in self._members.values() if not member.is_healthy]:
+            await asyncio.sleep(CHECK_INTERVAL_S)
+            await asyncio.gather(*(member.check() for member in lost))
+            for member in lost:
+                if member.is_healthy:
+                    _log.info(kv("an engine answers again", url=member.name))
+
+    def _serving(self) -> list[Member]:
+        return list(self._members.values()) or ([] if self._given is None else [self._given])
+
+    def _all(self) -> list[Member]:
+        return [*([] if self._given is None else [self._given]), *self._members.values(), *self._leaving]
 
     async def _ask_all(self, ask: Callable[[Engine], Awaitable[None]]) -> None:
         """Each engine is asked, whatever another one answers; then the first failure is raised."""
-        members = [self._given, *self._members.values(), *self._leaving]
-        for result in await asyncio.gather(*(ask(member.engine) for member in members), return_exceptions=True):
+        engines = [member.tokens for member in self._all() if member.tokens is not None]
+        for result in await asyncio.gather(*(ask(engine) for engine in engines), return_exceptions=True):
             if isinstance(result, BaseException):
                 raise result
 
     def _put(self, entry: Registration) -> None:
-        self._registrations[_root(entry)] = entry
-        self._members[_root(entry)] = _Member(engine=UpstreamEngine(entry.endpoint, version=entry.version))
+        self._registrations[entry.root] = entry
+        self._members[entry.root] = Member(entry)
 
     async def _drop(self, root: str) -> None:
         if member := self._members.pop(root, None):
@@ -133,33 +233,19 @@ class EnginePool:
             self._leaving.add(member)
             await self._close_if_left(member)
 
-    async def _close_if_left(self, member: _Member) -> None:
+    async def _close_if_left(self, member: Member) -> None:
         if member in self._leaving and member.num_running == 0:
             self._leaving.discard(member)
-            await member.engine.close()
+            await member.close()
 
 
-def _root(entry: Registration) -> str:
-    return entry.endpoint.rstrip("/").removesuffix("/v1")
+def _tokens(member: Member) -> Engine:
+    if member.tokens is None:
+        raise EngineError(f"the engine at {member.name} takes messages, no token ids")
+    return member.tokens
 
 
-async def _probe(entry: Registration) -> None:
-    """Ask for one token."""
-    engine = UpstreamEngine(entry.endpoint)
-    try:
-        async with asyncio.timeout(PROBE_S):
-            await collect(engine.generate([0], Sampling(max_new_tokens=1)))
-    except TimeoutError:
-        raise _refused(entry, f"no answer within {PROBE_S:g} s") from None
-    except ManegeError as error:
-        raise _refused(entry, str(error)) from error
-    finally:
-        await engine.close()
-
-
-def _refused(entry: Registration, reason: str) -> UnprocessableError:
-    return UnprocessableError(
-        f"endpoint {entry.endpoint} of model {entry.model!r} is not registered, since no token could be "
-        f"sampled from token ids: {reason}. It must serve vLLM's token wire: start vLLM with --enable-scale-out "
-        "--logprobs-mode processed_logprobs, or `manege engine`"
-    )
+def _messages(member: Member) -> MessagesEngine:
+    if member.messages is None:
+        raise EngineError("the engine takes token ids, no messages")
+    return member.messages
