@@ -183,6 +183,12 @@ class Client:
         """Whether the gateway is paused, its calls in flight and held, the policy version, rollouts per state."""
         return orjson.loads(await self._send("GET", "/proxy/state" + (f"?run={run}" if run else "")))
 
+    async def context_limit(self, rollout: Rollout) -> int:
+        """Tokens of prompt + answer that the model of a running rollout has room for."""
+        mode = "train" if rollout.spec.is_train else "val"
+        path = f"/proxy/rollout/{rollout.spec.id}/attempt/{rollout.attempt}/mode/{mode}/openai/v1/models"
+        return orjson.loads(await self._send("GET", path))["data"][0]["max_model_len"]
+
     async def _send(self, method: str, path: str, body: Any = None, *, wait_s: float = 0) -> bytes:
         content = None if body is None else orjson.dumps(body)
         delay_s = 0.1

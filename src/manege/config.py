@@ -100,14 +100,27 @@ class LimitsConfig(_Section):
 class AgentConfig(_Section):
     """The program that is trained in place; manege never looks inside."""
 
-    run: Program
+    run: Program | None = None
     """A command (list of arguments; files beside the run file by their relative path, and a script may import what lies
     beside it), or `module:function` forked from a warm parent."""
+    harness: str | None = None
+    """Instead of `run`: a known harness, by its name (`manege harness list`)."""
+    task: str | None = None
+    """What a harness is told; `{field}` is replaced by that field of the task's input. None: its field `task` or
+    `prompt`."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment of the agent; `{field}` is replaced by that field of the task's input."""
     setup: Program | None = None
     """Run before the agent, outside its sandbox, to prepare the workspace: f(task, workspace)."""
     limits: LimitsConfig = LimitsConfig()
+
+    @model_validator(mode="after")
+    def _one_program(self) -> "AgentConfig":
+        if (self.run is None) == (self.harness is None):
+            raise ValueError("name the agent's program: set either run or harness")
+        if self.task is not None and self.harness is None:
+            raise ValueError("task is what a harness is told: it needs harness")
+        return self
 
 
 class ScorerConfig(_Section):

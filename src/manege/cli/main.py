@@ -21,6 +21,7 @@ _VERBS = {
     "run": "one task, one agent, the transcript",
     "gateway": "serve the agents' model endpoint and the rollout API",
     "controller": "run agents for a gateway",
+    "harness": "list and install known agent harnesses",
     "engine": "serve a model folder on vLLM's token wire",
     "doctor": "what this machine can do, and what is missing",
 }

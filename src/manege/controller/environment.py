@@ -16,15 +16,22 @@ from manege.errors import HarnessError
 from manege.sandbox.launcher import search_path
 from manege.types import JsonObject, Rollout
 
-__all__ = ["agent_environment", "fill", "system_environment"]
+__all__ = ["agent_environment", "fill", "fill_from", "system_environment"]
 
 _FIELD = re.compile(r"\{(\w+)\}")
 
 
 def agent_environment(
-    rollout: Rollout, *, gateway_url: str, agent_key: str, folders: AttemptFolders, mapped: Mapping[str, str]
+    rollout: Rollout,
+    *,
+    gateway_url: str,
+    agent_key: str,
+    folders: AttemptFolders,
+    mapped: Mapping[str, str],
+    given: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """`mapped`: the run's `agent.env`; it has the last word. Raises HarnessError for an unknown field in it."""
+    """`mapped`: the run's `agent.env`; it has the last word. `given`: what a harness needs. Raises HarnessError for an
+    unknown field in `mapped`."""
     spec = rollout.spec
     path = f"rollout/{quote(spec.id, safe='')}/attempt/{rollout.attempt}"
     events = f"{gateway_url}/api/{path.replace('rollout', 'rollouts', 1)}/events"
@@ -45,6 +52,7 @@ def agent_environment(
         "AGL_OPENAI_BASE_URL": f"{gateway_url}/proxy/{path}/mode/{mode}/openai/v1",
         "AGL_EVENT_URL": events,
         "AGL_KEY": agent_key,
+        **(given or {}),
         **{name: fill(template, spec.task.input, name=name) for name, template in mapped.items()},
     }
 
@@ -55,12 +63,18 @@ def system_environment(*, home: str, scratch: str) -> dict[str, str]:
 
 
 def fill(template: str, fields: JsonObject, *, name: str) -> str:
-    """Replace each `{field}`; text as it is, other values as JSON. Braces around anything but a name stay."""
+    """A value of `agent.env`, from the task's input. Raises HarnessError."""
+    return fill_from(template, fields, setting=f"agent.env.{name}", source="the task's input")
+
+
+def fill_from(template: str, fields: JsonObject, *, setting: str, source: str) -> str:
+    """Replace each `{field}`; text as it is, other values as JSON. Braces around anything but a name stay. Raises
+    HarnessError that names the setting and the source of the fields."""
 
     def value(match: re.Match[str]) -> str:
         if match[1] not in fields:
             raise HarnessError(
-                f"agent.env.{name} = {template!r}: the task's input has no field {match[1]!r}; "
+                f"{setting} = {template!r}: {source} has no field {match[1]!r}; "
                 f"it has {', '.join(sorted(fields)) or 'none'}"
             )
         return _text(fields[match[1]])

@@ -17,6 +17,7 @@ from manege.client import Claim, Client
 from manege.config import AgentConfig, LimitsConfig, RunConfig
 from manege.controller.environment import agent_environment, system_environment
 from manege.controller.folders import AttemptFolders, make_folders, whole_task
+from manege.controller.launch import Launch, find_program, harness_launch, program_launch, task_text
 from manege.controller.outcome import judge_agent, judge_score
 from manege.controller.record import AttemptRecord
 from manege.controller.scoring import Verdict, score
@@ -55,7 +56,7 @@ class LocalRunner:
 
     async def prepare(self, config: RunConfig) -> None:
         """Start the warm parents of a run's programs. Raises HarnessError for one that cannot be started."""
-        await self.launcher.check(config.agent.run, role="agent")
+        await self.launcher.check(find_program(config.agent), role="agent")
         if config.agent.setup is not None:
             await self.launcher.check(config.agent.setup, role="setup", preload=_PRELOAD)
         if config.scorer.reward_from == "scorer":
@@ -129,31 +130,45 @@ class LocalRunner:
 
     async def _run_agent(self, claim: Claim, config: RunConfig, folders: AttemptFolders) -> Exit:
         agent, tasks, gateway_url = config.agent, config.tasks, self.client.url
+        launch = await self._launch(claim, agent, folders)
         policy = Policy(
             layers=self.layers,
             writable=[str(path) for path in (folders.workspace, folders.home, folders.scratch)],
-            readable=[str(folders.task_file), *self.readable],
+            readable=[str(folders.task_file), *self.readable, *launch.readable],
             private=[str(self.folder), *(path for path in (tasks.train, tasks.heldout) if path)],
             tcp_ports=[_port(gateway_url)],
             protected_pids=[os.getpid()],
         )
         spec = ProcessSpec(
-            program=agent.run,
+            program=launch.program,
             role="agent",
             env=agent_environment(
                 claim.rollout,
                 gateway_url=gateway_url,
                 agent_key=claim.agent_key,
                 folders=folders,
+                given=launch.env,
                 mapped=agent.env,
             ),
             cwd=str(folders.workspace),
             stdout=str(folders.logs / "stdout.txt"),
             stderr=str(folders.logs / "stderr.txt"),
-            limits=_limits(agent.limits),
+            limits=_limits(agent.limits, javascript=launch.javascript),
             policy=policy,
         )
         return await self.launcher.run(spec, agent.limits.run_s)
+
+    async def _launch(self, claim: Claim, agent: AgentConfig, folders: AttemptFolders) -> Launch:
+        if agent.harness is None:
+            return program_launch(agent)
+        return harness_launch(
+            agent.harness,
+            task=task_text(agent, claim.rollout.spec.task.input),
+            gateway_url=self.client.url,
+            agent_key=claim.agent_key,
+            context_limit=await self.client.context_limit(claim.rollout),
+            folders=folders,
+        )
 
     async def _record(self, rollout: Rollout, ended: Exit, folders: AttemptFolders) -> AttemptRecord:
         calls = await self.client.calls([rollout.spec.id])
@@ -208,9 +223,11 @@ async def _remove(folders: AttemptFolders, timeout_s: float) -> None:
         _log.warning(kv("workspace still being removed", folder=folders.root, after_s=timeout_s))
 
 
-def _limits(config: LimitsConfig) -> Limits:
+def _limits(config: LimitsConfig, *, javascript: bool) -> Limits:
+    memory_bytes = config.memory_mb << 20
     return Limits(
-        memory_bytes=config.memory_mb << 20,
+        memory_bytes=None if javascript else memory_bytes,
+        resident_bytes=memory_bytes if javascript else None,
         file_bytes=config.file_mb << 20,
         num_files=config.num_files,
         num_processes=config.num_processes,

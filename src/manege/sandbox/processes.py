@@ -3,11 +3,11 @@
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from manege.sandbox.syscalls import is_linux
 
-__all__ = ["descendants", "kill_all", "reap"]
+__all__ = ["descendants", "kill_all", "reap", "resident_bytes"]
 
 
 def reap(statuses: dict[int, int]) -> bool:
@@ -54,6 +54,17 @@ def descendants() -> Sequence[int]:
         found += children
         waiting += children
     return found
+
+
+def resident_bytes(pids: Iterable[int]) -> int:
+    """Memory in use; what processes share counts for each of them."""
+    pages = 0
+    for pid in pids:
+        try:
+            pages += int(_read(f"/proc/{pid}/statm").split()[1])
+        except (OSError, IndexError):  # it has just ended
+            continue
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def _listed_children(pid: int) -> Sequence[int]:

@@ -22,6 +22,9 @@ class Limits:
 
     memory_bytes: int | None = None
     """Address space of a process."""
+    resident_bytes: int | None = None
+    """Memory in use by all descendants together, for programs that reserve address space without end; looked at now
+    and then, so a limit on what grows, not on a leap."""
     file_bytes: int | None = None
     """Size of a file."""
     num_files: int | None = None

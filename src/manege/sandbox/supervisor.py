@@ -14,14 +14,14 @@ import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from manege.sandbox.processes import descendants, kill_all, reap
+from manege.sandbox.processes import descendants, kill_all, reap, resident_bytes
 from manege.sandbox.spec import Exit, Limits
 from manege.sandbox.syscalls import PR_SET_CHILD_SUBREAPER, is_linux, prctl
 
 __all__ = ["supervise"]
 
 _TICK_MS = 200
-"""Between looks at what no system call limits: the number of processes and the size of the output."""
+"""Between looks at what no system call limits: number of processes, memory in use, size of the output."""
 
 _KILLED = Exit(code=None, signal=signal.SIGKILL, cpu_seconds=0, num_left=0)
 """An end by our hand, before the figures are known."""
@@ -84,6 +84,8 @@ def _watch(pid: int, lifeline: socket.socket, wakeup: int, outputs: Sequence[int
             _cut(output, limits.output_bytes)
         if limits.num_processes is not None and len(descendants()) > limits.num_processes:
             return replace(_KILLED, limit="processes")
+        if limits.resident_bytes is not None and resident_bytes(descendants()) > limits.resident_bytes:
+            return replace(_KILLED, limit="memory")
 
 
 def _exit_of(status: int) -> Exit:
