@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from manege.errors import ConfigError, ConflictError, ForbiddenError, ManegeError, NotFoundError, UnauthorizedError
+from manege.gateway.declare import declare
 from manege.http import read_json
 from manege.store.sql import SqlStore
 from manege.types import TERMINAL, Event, Rollout, RolloutId
@@ -74,7 +75,16 @@ class Auth:
             self.require_operator(request)
             return await handler(request)
 
-        return checked
+        return declare(checked, key="operator")
+
+    def agent(self, handler: Callable[[Request, AgentIdentity], Awaitable[Response]], *, late: str) -> Handler:
+        """The handler behind a check for an agent's key; it gets the attempt. For `late` see `authorise_agent`."""
+
+        @functools.wraps(handler)
+        async def checked(request: Request) -> Response:
+            return await handler(request, await self.authorise_agent(request, late=late))
+
+        return declare(checked, key="agent")
 
     def require_operator(self, request: Request) -> None:
         """Raises ForbiddenError without the operator key."""

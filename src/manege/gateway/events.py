@@ -1,13 +1,12 @@
 """Routes of a rollout's log: agents and operators append, operators read (in Agent Lightning's shapes).
 
-An agent may not write what only we may say (`model_request`, `late.*`, `policy.*`,
-`engine.*`), and a reward only where the run
-lets its agents judge themselves.
+An agent may not write what only we may say (`model_request`, `late.*`, `policy.*`, `engine.*`), and a reward only where
+the run lets its agents judge themselves.
 """
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -15,8 +14,9 @@ from starlette.routing import Route
 from manege.errors import ForbiddenError
 from manege.gateway import lightning
 from manege.gateway.auth import AgentIdentity
+from manege.gateway.declare import asks, takes
 from manege.gateway.services import Services
-from manege.http import answer, read_object, validated
+from manege.http import answer, validated
 from manege.types import Event, RolloutId
 
 __all__ = ["event_routes"]
@@ -35,15 +35,25 @@ class _Reward(BaseModel):
     value: Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
-_NEW_EVENT, _REWARD = TypeAdapter(_NewEvent), TypeAdapter(_Reward)
+class _LogQuery(BaseModel):
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    event_type: str | None = None
+    """Unset: events of every type."""
+    format: Literal["triplet"] | None = None
+    """`triplet`: prompt, response and reward per call."""
+
+
+_REWARD = TypeAdapter(_Reward)
 
 
 def event_routes(services: Services) -> list[Route]:
     """Appending takes an agent's key, too."""
-    handlers = _Events(services)
+    handlers, auth = _Events(services), services.auth
+    append = auth.agent(handlers.append, late="late.event")
     return [
-        Route("/api/rollouts/{rollout_id}/attempt/{attempt}/events", handlers.append, methods=["POST"]),
-        Route("/api/rollouts/{rollout_id}/events", services.auth.operator(handlers.list), methods=["GET"]),
+        Route("/api/rollouts/{rollout_id}/attempt/{attempt}/events", append, methods=["POST"]),
+        Route("/api/rollouts/{rollout_id}/events", auth.operator(handlers.list), methods=["GET"]),
     ]
 
 
@@ -51,11 +61,10 @@ class _Events:
     def __init__(self, services: Services) -> None:
         self._services = services
 
-    async def append(self, request: Request) -> Response:
+    @takes(_NewEvent, MAX_EVENT_BYTES)
+    async def append(self, _request: Request, body: _NewEvent, identity: AgentIdentity) -> Response:
         """Append to an attempt's log, also with the agent's key; a `reward` only where `reward_from` is `agent`."""
         services = self._services
-        identity = await services.auth.authorise_agent(request, late="late.event")
-        body = validated(_NEW_EVENT, await read_object(request, MAX_EVENT_BYTES))
         if not identity.is_operator:
             _check_agent_may(identity, body.event_type)
         if body.event_type == "reward":
@@ -70,18 +79,19 @@ class _Events:
         await services.store.add_event(event)
         return answer(lightning.event_view(event))
 
-    async def list(self, request: Request) -> Response:
+    @asks(_LogQuery)
+    async def list(self, request: Request, query: _LogQuery) -> Response:
         """A rollout's log, by `event_type`; `?format=triplet` gives prompt, response and reward per call."""
         rollout_id = RolloutId(request.path_params["rollout_id"])
         rollout = await self._services.store.get_rollout(rollout_id)
-        wanted = request.query_params.get("event_type")
+        wanted = query.event_type
         events = await self._services.store.events(rollout_id)
         calls = (
             (await self._services.store.calls([rollout_id]))[rollout_id] if wanted in (None, "model_request") else ()
         )
         views = lightning.events_view(rollout, events, calls, self._services.model_name)
         views = [view for view in views if wanted in (None, view["event_type"])]
-        return answer(lightning.triplets(views) if request.query_params.get("format") == "triplet" else views)
+        return answer(lightning.triplets(views) if query.format else views)
 
 
 def _check_agent_may(identity: AgentIdentity, event_type: str) -> None:

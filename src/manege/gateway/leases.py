@@ -2,14 +2,15 @@
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from manege.client import Claim
+from manege.gateway.declare import takes
 from manege.gateway.services import Services
-from manege.http import answer, read_object, validated
+from manege.http import answer
 from manege.types import RolloutId
 
 __all__ = ["lease_routes"]
@@ -35,9 +36,6 @@ class _RenewBody(BaseModel):
     lease_s: Annotated[float, Field(ge=0, le=86400)]
 
 
-_CLAIM, _RENEW = TypeAdapter(_ClaimBody), TypeAdapter(_RenewBody)
-
-
 def lease_routes(services: Services) -> list[Route]:
     """All of them need the operator key."""
     handlers, operator = _Leases(services), services.auth.operator
@@ -51,9 +49,9 @@ class _Leases:
     def __init__(self, services: Services) -> None:
         self._services = services
 
-    async def claim(self, request: Request) -> Response:
+    @takes(_ClaimBody)
+    async def claim(self, request: Request, body: _ClaimBody) -> Response:
         """Take queued rollouts under a lease, with the keys of their agents; waits up to `wait_s` for work."""
-        body = validated(_CLAIM, await read_object(request))
 
         async def read() -> list[Claim]:
             taken = await self._services.store.claim(controller=body.controller, limit=body.limit, lease_s=body.lease_s)
@@ -64,9 +62,9 @@ class _Leases:
 
         return answer(await self._services.feed.poll(request, body.wait_s, read, []))
 
-    async def renew(self, request: Request) -> Response:
+    @takes(_RenewBody)
+    async def renew(self, _request: Request, body: _RenewBody) -> Response:
         """Prolong leases, or give them up with `lease_s` 0; answers which of them are lost."""
-        body = validated(_RENEW, await read_object(request))
         lost = await self._services.store.renew(
             controller=body.controller, rollout_ids=body.rollout_ids, lease_s=body.lease_s
         )

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field
 
 from manege.store.base import TerminalPage
 from manege.types import (
@@ -26,8 +26,6 @@ from manege.types import (
 )
 
 __all__ = [
-    "CREATES",
-    "PATCH",
     "Create",
     "Patch",
     "StatusPatch",
@@ -67,10 +65,6 @@ class Patch(BaseModel):
     """The only part of a rollout that may be patched."""
 
     status: StatusPatch | None = None
-
-
-CREATES = TypeAdapter(list[Create])
-PATCH = TypeAdapter(Patch)
 
 
 def to_spec(create: Create) -> RolloutSpec:

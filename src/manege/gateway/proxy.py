@@ -6,15 +6,16 @@ once, and the caller watches `inflight` in `/proxy/state` (Agent Lightning's tra
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from manege.engine.base import Weights
+from manege.gateway.declare import answers, asks, takes
 from manege.gateway.metrics import render
 from manege.gateway.services import Services
-from manege.http import RETRY_AFTER_S, answer, read_object, validated
+from manege.http import RETRY_AFTER_S, answer
 from manege.types import RunId
 
 __all__ = ["proxy_routes"]
@@ -32,7 +33,14 @@ class _WeightsBody(BaseModel):
     folder: str | None = None
 
 
-_PAUSE, _WEIGHTS = TypeAdapter(_PauseBody), TypeAdapter(_WeightsBody)
+class _StateQuery(BaseModel):
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    run: RunId | None = None
+    """Whose rollouts are counted; unset: of all runs."""
+
+
+_METRICS_TYPE = "text/plain; version=0.0.4"
 
 
 def proxy_routes(services: Services) -> list[Route]:
@@ -53,9 +61,9 @@ class _Proxy:
         self._services = services
         self._reason: str | None = None
 
-    async def pause(self, request: Request) -> Response:
+    @takes(_PauseBody)
+    async def pause(self, _request: Request, body: _PauseBody) -> Response:
         """Hold new model calls; with `drain_s`, answer when those in flight have ended and the engine is paused."""
-        body = validated(_PAUSE, await read_object(request))
         self._reason = body.reason
         await self._services.gate.pause(body.drain_s)
         return answer(await self._state())
@@ -66,18 +74,19 @@ class _Proxy:
         self._reason = None
         return answer(await self._state())
 
-    async def state(self, request: Request) -> Response:
+    @asks(_StateQuery)
+    async def state(self, _request: Request, query: _StateQuery) -> Response:
         """Paused or not, calls in flight and held, policy version, rollouts per state (`?run=` for one run)."""
-        run = request.query_params.get("run")
-        counts = await self._services.store.count_rollouts(run=None if run is None else RunId(run))
+        counts = await self._services.store.count_rollouts(run=query.run)
         return answer({**await self._state(), "rollouts": {str(state): number for state, number in counts.items()}})
 
-    async def publish(self, request: Request) -> Response:
+    @takes(_WeightsBody)
+    async def publish(self, _request: Request, body: _WeightsBody) -> Response:
         """Give the engine new weights (`shared` or a `folder`) under the next version; only while paused."""
-        body = validated(_WEIGHTS, await read_object(request))
         weights = Weights(kind=body.kind, folder=body.folder)
         return answer({"version": await self._services.gate.publish(self._services.store, weights)})
 
+    @answers(200, _METRICS_TYPE)
     async def metrics(self, _request: Request) -> Response:
         """Counters and gauges in the text format of Prometheus."""
         gate, store = self._services.gate, self._services.store
@@ -88,7 +97,7 @@ class _Proxy:
             "manege_policy_version": await store.policy_version(),
         }
         text = render({**self._services.counters.values, **gauges})
-        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(text, media_type=_METRICS_TYPE)
 
     async def health(self, _request: Request) -> Response:
         """Whether the gateway serves; needs no key."""

@@ -4,32 +4,53 @@ Every write that a long poll may wait for is followed by `feed.changed()`.
 """
 
 import re
-from typing import Annotated, Any
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from manege.errors import ConflictError, NotFoundError, UnprocessableError
 from manege.gateway import lightning
+from manege.gateway.declare import answers, asks, takes
 from manege.gateway.services import Services
-from manege.http import answer, read_json, read_object, validated
+from manege.http import answer
 from manege.store.base import Ending, TerminalPage
-from manege.store.codec import SPECS, encode_call
+from manege.store.codec import encode_call
 from manege.types import TERMINAL, JsonObject, Outcome, Rollout, RolloutId, RolloutSpec, RolloutState, RunId
 
 __all__ = ["rollout_routes"]
 
 
+Limit = Annotated[int, Field(ge=1, le=1000)]
+Position = Annotated[int, Field(ge=0, lt=2**63)]
+"""What SQLite can count."""
+
+
 class _Query(BaseModel):
-    format: str | None = None
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+    format: Literal["manege"] | None = None
+    """`manege`: our own shape; unset: Agent Lightning's."""
+
+
+class _ListQuery(_Query):
     run: RunId | None = None
+    """Only with our shape, as `state` and `offset`."""
     state: RolloutState | None = None
     state_in: list[RolloutState] = Field(default_factory=list)
-    limit: Annotated[int, Field(ge=1, le=1000)] = 500
-    offset: Annotated[int, Field(ge=0)] = 0
-    after: int = 0
+    """Only with Agent Lightning's shape."""
+    limit: Limit = 500
+    offset: Position = 0
+
+
+class _TerminalQuery(_Query):
+    run: RunId | None = None
+    after: Position = 0
+    """The cursor of the page before."""
+    limit: Limit = 500
     wait_s: Annotated[float, Field(ge=0, le=300)] = 0
 
 
@@ -44,9 +65,6 @@ class _Finish(BaseModel):
 
 class _RolloutIds(BaseModel):
     rollout_ids: Annotated[list[RolloutId], Field(max_length=1000)]
-
-
-_QUERY, _FINISH, _ROLLOUT_IDS = TypeAdapter(_Query), TypeAdapter(_Finish), TypeAdapter(_RolloutIds)
 
 
 def rollout_routes(services: Services) -> list[Route]:
@@ -73,25 +91,27 @@ class _Rollouts:
         self._feed = services.feed
         self._conversations = services.conversations
 
-    async def create(self, request: Request) -> Response:
+    @takes(list[lightning.Create])
+    @answers(201)
+    async def create(self, _request: Request, creates: Sequence[lightning.Create]) -> Response:
         """Queue one rollout (Agent Lightning's shape); an id that exists is answered as it is."""
-        creates = validated(lightning.CREATES, await read_json(request))
         created = await self._store.create_rollouts([lightning.to_spec(create) for create in creates])
         self._feed.changed()
         return answer([lightning.rollout_view(rollout) for rollout in created], 201)
 
-    async def create_batch(self, request: Request) -> Response:
+    @takes(list[RolloutSpec])
+    @answers(201)
+    async def create_batch(self, _request: Request, specs: Sequence[RolloutSpec]) -> Response:
         """Queue rollouts of our own shape, all or nothing; ids that exist are answered as they are."""
-        specs = validated(SPECS, await read_json(request))
         for spec in specs:
             _check(spec)
         created = await self._store.create_rollouts(specs)
         self._feed.changed()
         return answer(created, 201)
 
-    async def list(self, request: Request) -> Response:
+    @asks(_ListQuery)
+    async def list(self, _request: Request, query: _ListQuery) -> Response:
         """Rollouts by state, oldest first; `?format=manege` for our shape, with `run`, `state`, `limit`, `offset`."""
-        query = _query(request)
         if query.format == "manege":
             found = await self._store.list_rollouts(
                 run=query.run, state=query.state, limit=query.limit, offset=query.offset
@@ -106,9 +126,9 @@ class _Rollouts:
         found.sort(key=lambda rollout: rollout.created_s)
         return answer([lightning.rollout_view(rollout) for rollout in found[: query.limit]])
 
-    async def terminal(self, request: Request) -> Response:
+    @asks(_TerminalQuery)
+    async def terminal(self, request: Request, query: _TerminalQuery) -> Response:
         """Rollouts that ended after a cursor, in the order of completion; waits up to `wait_s` for the next."""
-        query = _query(request)
 
         async def read() -> TerminalPage | None:
             nonlocal page
@@ -119,22 +139,25 @@ class _Rollouts:
         await self._feed.poll(request, query.wait_s, read, None)
         return answer(page if query.format == "manege" else lightning.terminal_view(page))
 
-    async def get(self, request: Request) -> Response:
+    @asks(_Query)
+    async def get(self, request: Request, query: _Query) -> Response:
         """One rollout; `?format=manege` for our shape."""
         rollout = await self._store.get_rollout(_rollout_id(request))
-        if _query(request).format == "manege":
+        if query.format == "manege":
             return answer(rollout)
         attempts = [] if rollout.started_s is None else [str(attempt) for attempt in range(rollout.attempt + 1)]
         return answer({"rollout": lightning.rollout_view(rollout), "attempts": attempts})
 
-    async def patch(self, request: Request) -> Response:
+    @takes(lightning.Patch)
+    async def patch(self, request: Request, body: lightning.Patch) -> Response:
         """Change its state (Agent Lightning's controller does)."""
-        patch = validated(lightning.PATCH, await read_object(request)).status
+        patch = body.status
         rollout = await self._store.get_rollout(_rollout_id(request))
         if patch is not None and patch.state is not None:
             rollout = self._changed(await self._report(rollout, patch))
         return answer(lightning.rollout_view(rollout))
 
+    @answers(204)
     async def delete(self, request: Request) -> Response:
         """Remove a rollout with its calls and events."""
         self._conversations.forget(_rollout_id(request))
@@ -148,17 +171,17 @@ class _Rollouts:
         """End a rollout at once; its key is dead, its controller kills the agent."""
         return answer(self._changed(await self._store.cancel(_rollout_id(request))))
 
-    async def finish(self, request: Request) -> Response:
+    @takes(_Finish)
+    async def finish(self, request: Request, body: _Finish) -> Response:
         """End an attempt with its outcome, reward and evidence; an infrastructure failure may queue another one."""
-        body = validated(_FINISH, await read_object(request))
         ending = Ending(outcome=body.outcome, reward=body.reward, message=body.message, evidence=body.evidence)
         rollout = await self._store.finish(_rollout_id(request), request.path_params["attempt"], ending)
         return answer(self._changed(rollout))
 
-    async def calls(self, request: Request) -> Response:
+    @takes(_RolloutIds)
+    async def calls(self, _request: Request, body: _RolloutIds) -> Response:
         """The model calls of the last attempts of some rollouts, with their tokens."""
-        wanted = validated(_ROLLOUT_IDS, await read_object(request)).rollout_ids
-        found = await self._store.calls(wanted)
+        found = await self._store.calls(body.rollout_ids)
         return answer({"calls": {key: [encode_call(call) for call in calls] for key, calls in found.items()}})
 
     def _changed(self, rollout: Rollout) -> Rollout:
@@ -190,8 +213,3 @@ def _check(spec: RolloutSpec) -> None:
         raise UnprocessableError(f"rollout {spec.id}: reward_from = {spec.reward_from!r} must be 'scorer' or 'agent'")
     if spec.max_attempts < 1:
         raise UnprocessableError(f"rollout {spec.id}: max_attempts = {spec.max_attempts} must be at least 1")
-
-
-def _query(request: Request) -> _Query:
-    given: dict[str, Any] = dict(request.query_params)
-    return validated(_QUERY, given | {"state_in": request.query_params.getlist("state_in")})

@@ -2,13 +2,14 @@
 
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter
+from pydantic import BaseModel, ConfigDict
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from manege.gateway.declare import takes
 from manege.gateway.services import Services
-from manege.http import answer, read_object, validated
+from manege.http import answer
 from manege.types import RunId
 
 __all__ = ["run_routes"]
@@ -18,9 +19,6 @@ class _RunBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     config: dict[str, Any]
-
-
-_RUN_BODY = TypeAdapter(_RunBody)
 
 
 def run_routes(services: Services) -> list[Route]:
@@ -36,10 +34,10 @@ class _Runs:
     def __init__(self, services: Services) -> None:
         self._services = services
 
-    async def put(self, request: Request) -> Response:
+    @takes(_RunBody)
+    async def put(self, request: Request, body: _RunBody) -> Response:
         """Create a run or replace its config."""
         run_id = RunId(request.path_params["run_id"])
-        body = validated(_RUN_BODY, await read_object(request))
         run = await self._services.store.put_run(run_id, body.config)
         self._services.settings.forget(run_id)
         return answer(run)
