@@ -194,8 +194,8 @@ def test_template_wins_over_a_known_name(smollm2_folder, qwen3_folder):
     [
         ("Hello.", "Hello.", None, []),
         ("<think>\nHm.\n</think>\n\nHello.", "Hello.", "Hm.", []),
-        ("Hm.\n</think>\n\nHello.", "Hello.", "Hm.", []),
-        ("<think>\nHm.", "<think>\nHm.", None, []),
+        ("Hm.\n</think>\n\nHello.", "Hm.\n</think>\n\nHello.", None, []),
+        ("<think>\nHm.", "", "Hm.", []),
         (
             'Ok.\n<tool_call>\n{"name": "bash", "arguments": {"c": "ls"}}\n</tool_call>',
             "Ok.",

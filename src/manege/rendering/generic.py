@@ -16,9 +16,12 @@ from collections.abc import Mapping, Sequence
 from tokenizers import Tokenizer
 
 from manege.errors import ModelError, ProtocolError
-from manege.rendering.base import ParsedReply
-from manege.rendering.parse import MARKERS, parse_text
+from manege.rendering.base import LiveParser, ParsedReply
+from manege.rendering.calls import PYTHON_TAG
+from manege.rendering.form import read_form, scanner_for, tags_of
+from manege.rendering.reply import THINK, THINK_END, LiveReply
 from manege.rendering.template import ChatTemplate
+from manege.rendering.text import Detokeniser, TokenizerText, whole_reply
 from manege.types import JsonObject
 
 __all__ = ["GenericRenderer"]
@@ -28,7 +31,7 @@ _MARK = "maNegeContentMark"
 _THOUGHT_MARK = "maNegeThoughtMark"
 
 
-class GenericRenderer:
+class GenericRenderer(TokenizerText):
     """See `rendering.base.Renderer`."""
 
     def __init__(
@@ -40,15 +43,16 @@ class GenericRenderer:
         eos_ids: frozenset[int],
     ) -> None:
         """`eos_ids`: what the model's configuration calls end of sequence. Raises ModelError."""
-        self._tokenizer = tokenizer
-        self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
+        super().__init__(tokenizer)
         self._template = ChatTemplate(chat_template, special_tokens)
-        special = {
-            index: token.content for index, token in tokenizer.get_added_tokens_decoder().items() if token.special
-        }
-        self._hidden_ids = frozenset(index for index, content in special.items() if content not in MARKERS)
-        self._closers = self._find_closers(special, eos_ids)
+        self._closers = self._find_closers(eos_ids)
         self.stop_ids = eos_ids | frozenset(self._closers.values())
+        self._form = read_form(self._text, [*self._closers])
+        shown = (THINK, THINK_END, *(tags_of(self._form) or [PYTHON_TAG]))
+        # Tags stay in the text of an answer even where they are special tokens.
+        self._hidden = frozenset(
+            index for index, content in self._special.items() if not any(content in mark for mark in shown)
+        )
 
     def render(self, messages: Sequence[JsonObject], tools: Sequence[JsonObject]) -> list[int]:
         return self.encode(self._template.text(messages, tools))
@@ -78,16 +82,19 @@ class GenericRenderer:
     def parse(
         self, response_ids: Sequence[int], *, prompt_ids: Sequence[int] = (), tools: Sequence[JsonObject] = ()
     ) -> ParsedReply:
-        visible = [index for index in response_ids if index not in self._hidden_ids]
-        return parse_text(self._tokenizer.decode(visible, skip_special_tokens=False), with_tools=bool(tools))
+        return whole_reply(self.live_parser(prompt_ids=prompt_ids, tools=tools), response_ids)
 
-    def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+    def live_parser(
+        self, *, prompt_ids: Sequence[int] = (), tools: Sequence[JsonObject] = (), stop: Sequence[str] = ()
+    ) -> LiveParser:
+        return LiveReply(
+            Detokeniser(self._tokenizer, self._hidden),
+            scanner_for(self._form, tools) if tools else None,
+            is_thinking=self._is_thinking(prompt_ids),
+            stop=stop,
+        )
 
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
-
-    def _find_closers(self, special: Mapping[int, str], eos_ids: frozenset[int]) -> dict[str, int]:
+    def _find_closers(self, eos_ids: frozenset[int]) -> dict[str, int]:
         """Text and id of the tokens that may close an assistant turn: the one after a short answer, and the eos."""
         turn = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": _MARK}]
         try:
@@ -95,7 +102,10 @@ class GenericRenderer:
         except ProtocolError as error:
             raise ModelError(f"the model cannot be used for chats: {error}") from error
         ids = {*eos_ids, *after[:1]}
-        return {special[index]: index for index in ids if index in special}
+        return {self._special[index]: index for index in ids if index in self._special}
+
+    def _text(self, messages: Sequence[JsonObject], tools: Sequence[JsonObject], answer: bool) -> str:
+        return self._template.text(messages, tools, answer=answer)
 
 
 def _marked(answer: JsonObject) -> JsonObject:

@@ -8,15 +8,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import renderers
-from renderers.base import MODEL_RENDERER_MAP
+from renderers.base import MODEL_RENDERER_MAP, ParsedToolCall, ToolCallParseStatus
 from tokenizers import Tokenizer
 
 from manege.errors import ProtocolError
-from manege.rendering.base import ParsedReply, ToolCall
-from manege.rendering.parse import parse_text
+from manege.rendering.base import LiveParser, ParsedReply, ToolCall
+from manege.rendering.known_live import KnownLive
+from manege.rendering.text import TokenizerText, whole_reply
 from manege.types import JsonObject
 
 __all__ = ["KnownRenderer", "is_known"]
+
+_CALLS = (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL)
+"""A call of a tool that was not offered is a call: the agent answers it."""
 
 
 def is_known(name: str) -> bool:
@@ -24,15 +28,16 @@ def is_known(name: str) -> bool:
     return name in MODEL_RENDERER_MAP
 
 
-class KnownRenderer:
+class KnownRenderer(TokenizerText):
     """See `rendering.base.Renderer`."""
 
     def __init__(self, tokenizer: Tokenizer, name: str) -> None:
         """`name`: the model's Hugging Face name, which `is_known`."""
-        self._tokenizer = tokenizer
-        self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
+        super().__init__(tokenizer)
         self._renderer = renderers.create_renderer(_TokenizerView(tokenizer, name))
         self.stop_ids = frozenset(self._renderer.get_stop_token_ids())
+        json_call = self._renderer.parse_response(self.encode('{"name": "f", "parameters": {}}'))
+        self._is_json_call = bool(json_call.tool_calls)
 
     def render(self, messages: Sequence[JsonObject], tools: Sequence[JsonObject]) -> list[int]:
         try:
@@ -60,26 +65,37 @@ class KnownRenderer:
     def parse(
         self, response_ids: Sequence[int], *, prompt_ids: Sequence[int] = (), tools: Sequence[JsonObject] = ()
     ) -> ParsedReply:
-        parsed = self._renderer.parse_response(
-            list(response_ids), tools=_plain(tools) or None, prompt_ids=list(prompt_ids)
-        )
-        calls = [call for call in parsed.tool_calls if tools and call.status == "ok" and call.name is not None]
-        if parsed.tool_calls and not calls:
-            # The library takes attempts at calls out of the text, and their tags away.
-            shown = [token for token in response_ids if token not in self.stop_ids]
-            return parse_text(self._tokenizer.decode(shown, skip_special_tokens=False), with_tools=False)
-        malformed = [call.raw for call in parsed.tool_calls if call not in calls]
-        return ParsedReply(
-            content="\n".join(filter(None, [parsed.content, *malformed])),
-            reasoning=parsed.reasoning_content,
-            tool_calls=[ToolCall(name=str(call.name), arguments=_json_text(call.arguments)) for call in calls],
+        return whole_reply(self.live_parser(prompt_ids=prompt_ids, tools=tools), response_ids)
+
+    def live_parser(
+        self, *, prompt_ids: Sequence[int] = (), tools: Sequence[JsonObject] = (), stop: Sequence[str] = ()
+    ) -> LiveParser:
+        known_prompt, known_tools = list(prompt_ids), _plain(tools) or None
+
+        def parse(ids: Sequence[int], is_all: bool) -> ParsedReply:
+            parsed = self._renderer.parse_response(list(ids), tools=known_tools, prompt_ids=known_prompt)
+            calls = [call for call in parsed.tool_calls if tools and call.status in _CALLS and call.name]
+            attempts = [call for call in parsed.tool_calls if call not in calls] if is_all else []
+            return ParsedReply(
+                content="\n".join(filter(None, [parsed.content.strip(), *self._texts(ids, attempts)])),
+                reasoning=(parsed.reasoning_content or "").strip() or None,
+                tool_calls=[ToolCall(name=str(call.name), arguments=_json_text(call.arguments)) for call in calls],
+            )
+
+        return KnownLive(
+            self._tokenizer,
+            parse,
+            added=self._added,
+            special=self._special,
+            is_json_call=self._is_json_call,
+            stop=stop,
         )
 
-    def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(ids), skip_special_tokens=True)
+    def _texts(self, ids: Sequence[int], attempts: Sequence[ParsedToolCall]) -> list[str]:
+        """What the library takes out of the text though it is no call; several attempts may share their ids."""
+        spans = dict.fromkeys(call.token_span for call in attempts if call.token_span is not None)
+        texts = [self._tokenizer.decode(list(ids[start:end]), skip_special_tokens=False) for start, end in spans]
+        return [text.strip() for text in [*texts, *(call.raw for call in attempts if call.token_span is None)]]
 
 
 def _plain(items: Sequence[JsonObject]) -> list[Any]:
