@@ -134,12 +134,12 @@ class _Connection(asyncio.Protocol):
         self.status = 0
         self.has_answered = False
         self._has_length = False
-        self._is_complete = False
+        self._is_complete = self._keeps_alive = False
 
     @property
     def is_reusable(self) -> bool:
         """Whether another exchange can follow."""
-        return self._is_complete and self._error is None and self._parser.should_keep_alive()
+        return self._is_complete and self._error is None and self._keeps_alive
 
     def send(self, data: bytes) -> None:
         self._start()
@@ -217,4 +217,6 @@ class _Connection(asyncio.Protocol):
         self._parts.append(body)
 
     def on_message_complete(self) -> None:
+        # What the parser says of it is gone after this callback.
+        self._keeps_alive = self._parser.should_keep_alive()
         self._is_complete = self.status >= 200

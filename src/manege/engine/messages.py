@@ -19,7 +19,7 @@ import orjson
 
 from manege.engine.http1 import HttpClient
 from manege.errors import ContextOverflowError, EngineError, ProtocolError
-from manege.types import FinishReason, FloatArray, IntArray, JsonObject, PolicyVersion
+from manege.types import FinishReason, FloatArray, IntArray, PolicyVersion
 
 __all__ = ["ChatAnswer", "ChatIds", "MessagesEngine"]
 
@@ -34,15 +34,15 @@ _OVERFLOW_WORDS = ("context length", "context size", "context window")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatAnswer:
-    """What an engine says about one answer of its own."""
+    """What an engine says about one answer of its own, its message apart."""
 
-    message: JsonObject
-    """As the engine wrote it; {} of a stream."""
     prompt_ids_P: IntArray
     response_ids_R: IntArray
     logprobs_R: FloatArray
+    texts: Sequence[str]
+    """Of the sampled tokens."""
     flaw: str | None
-    """Why there are no ids; then all three arrays are empty."""
+    """Why there are no ids; then the arrays and `texts` are empty."""
     finish_reason: FinishReason
     num_prompt: int
     num_sampled: int
@@ -58,15 +58,12 @@ class MessagesEngine:
         self.version = PolicyVersion(version)
         self._http = HttpClient(self.url)
 
-    async def ask(self, body: Mapping[str, Any]) -> tuple[bytes, ChatAnswer]:
-        """The answer as it came, and what it says. Raises EngineError, ProtocolError, ContextOverflowError."""
-        raw = await self.post(orjson.dumps(body))
-        ids = ChatIds(self.url)
-        ids.add(_parsed(raw, self.url))
-        return raw, ids.answer()
+    async def ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
+        """A whole answer: one chunk. Raises EngineError, ProtocolError, ContextOverflowError."""
+        return _parsed(await self.post(orjson.dumps(body)), self.url)
 
     async def post(self, body: bytes) -> bytes:
-        """The same, unread."""
+        """The same, not yet read."""
         status, raw = await self._http.request("POST", _PATH, body)
         if status != 200:
             raise _failure(status, raw, self.url)
@@ -98,11 +95,11 @@ class ChatIds:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._message: JsonObject = {}
         self._has_text = False
         self._prompt: Sequence[int] = ()
         self._ids: list[int] = []
         self._logprobs: list[float] = []
+        self._texts: list[str] = []
         self._finish: str | None = None
         self._num_prompt = self._num_sampled = self._num_cached = 0
 
@@ -129,15 +126,15 @@ class ChatIds:
         if prompt_ids_P is None or response_ids_R is None:
             flaw = flaw or "the engine returned token ids that are not integers below 2**31"
         if flaw is not None:
-            self._logprobs.clear()
+            self._logprobs, self._texts = [], []
             prompt_ids_P = response_ids_R = np.zeros(0, np.int32)
         assert prompt_ids_P is not None
         assert response_ids_R is not None
         return ChatAnswer(
-            message=self._message,
             prompt_ids_P=prompt_ids_P,
             response_ids_R=response_ids_R,
             logprobs_R=np.asarray(self._logprobs, np.float32),
+            texts=self._texts,
             flaw=flaw,
             finish_reason=FinishReason.LENGTH if self._finish == "length" else FinishReason.STOP,
             num_prompt=self._num_prompt or len(self._prompt),
@@ -146,13 +143,13 @@ class ChatIds:
         )
 
     def _add(self, choice: Mapping[str, Any]) -> None:
-        self._message = choice.get("message") or self._message
         said = choice.get("message") or choice.get("delta") or {}
         self._has_text = self._has_text or any(value for key, value in said.items() if key != "role")
         self._prompt = self._prompt or choice.get("prompt_token_ids") or ()
         self._ids += choice.get("token_ids") or ()
-        logprobs = choice.get("logprobs") or {}
-        self._logprobs += [entry["logprob"] for entry in logprobs.get("content") or ()]
+        tokens = (choice.get("logprobs") or {}).get("content") or ()
+        self._logprobs += [token["logprob"] for token in tokens]
+        self._texts += [token.get("token", "") for token in tokens]
         self._finish = choice.get("finish_reason") or self._finish
 
     def _flaw(self, is_complete: bool) -> str | None:
