@@ -16,6 +16,7 @@ from manege.protocols.openai import (
     read_list,
     read_object,
     read_sampling,
+    read_wants_usage,
     shown_logprob,
 )
 from manege.protocols.openai_reply import chat_finish, chat_tool_call, custom_names, reply_body
@@ -35,7 +36,6 @@ class ChatCompletions(OpenAI):
         max_new_tokens = read_int(raw, "max_completion_tokens", low=1) or read_int(raw, "max_tokens", low=1)
         tools, notes = _tools(read_list(raw, "tools"))
         tool_choice, forced_tool, tools = _tool_choice(raw.get("tool_choice"), tools)
-        stream = read_bool(raw, "stream")
         return ModelRequest(
             messages=chat_messages(raw.get("messages")),
             tools=tools,
@@ -45,8 +45,8 @@ class ChatCompletions(OpenAI):
             json_schema=_json_schema(raw.get("response_format")),
             sampling=read_sampling(raw, max_new_tokens=max_new_tokens),
             num_choices=read_int(raw, "n", low=1, high=128) or 1,
-            stream=stream,
-            wants_usage=not stream or _wants_usage(raw),
+            stream=read_bool(raw, "stream"),
+            wants_usage=read_wants_usage(raw),
             wants_logprobs=read_bool(raw, "logprobs"),
             wants_token_ids=read_bool(raw, "return_token_ids"),
             notes=notes,
@@ -85,11 +85,6 @@ def _refuse_unsupported(raw: JsonObject) -> None:
             "only the sampled token's log-probability is known; send logprobs without top_logprobs",
             param="top_logprobs",
         )
-
-
-def _wants_usage(raw: JsonObject) -> bool:
-    options = raw.get("stream_options")
-    return options is not None and read_bool(read_object(options, "stream_options"), "include_usage")
 
 
 def _tools(values: Sequence[Any]) -> tuple[Sequence[JsonObject], Sequence[str]]:

@@ -17,7 +17,7 @@ from manege.protocols.base import (
     ReplyStream,
     TokenLogprob,
 )
-from manege.protocols.openai import OpenAI, error_body, read_bool, read_int, read_object, read_sampling
+from manege.protocols.openai import OpenAI, error_body, read_bool, read_int, read_sampling, read_wants_usage
 from manege.protocols.openai_reply import finish, head_fields, reply_body, usage
 from manege.types import JsonObject
 
@@ -38,14 +38,12 @@ class Completions(OpenAI):
         logprobs = read_int(raw, "logprobs", low=0)
         if (logprobs or 0) > 1:
             raise InvalidRequest("only the sampled token's log-probability is known; send logprobs=1", param="logprobs")
-        stream, options = read_bool(raw, "stream"), raw.get("stream_options")
-        wants_usage = options is not None and read_bool(read_object(options, "stream_options"), "include_usage")
         return ModelRequest(
             prompt=_prompt(raw.get("prompt")),
             sampling=read_sampling(raw, max_new_tokens=read_int(raw, "max_tokens", low=1) or _DEFAULT_MAX_TOKENS),
             num_choices=num_choices,
-            stream=stream,
-            wants_usage=not stream or wants_usage,
+            stream=read_bool(raw, "stream"),
+            wants_usage=read_wants_usage(raw),
             wants_logprobs=logprobs is not None,
             wants_token_ids=read_bool(raw, "return_token_ids"),
             raw=raw,

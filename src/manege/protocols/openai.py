@@ -16,6 +16,7 @@ __all__ = [
     "read_object",
     "read_sampling",
     "read_text",
+    "read_wants_usage",
     "shown_logprob",
 ]
 
@@ -123,6 +124,13 @@ def read_object(value: Any, where: str) -> JsonObject:
     if not isinstance(value, dict):
         raise InvalidRequest(f"{where} is {value!r}; want an object", param=where)
     return value
+
+
+def read_wants_usage(body: JsonObject) -> bool:
+    """Whether the answer tells its token counts: always if it is whole, on demand if it is streamed."""
+    options = body.get("stream_options")
+    wants = options is not None and read_bool(read_object(options, "stream_options"), "include_usage")
+    return wants or not body.get("stream")
 
 
 def _number(body: JsonObject, key: str, *, low: float, high: float) -> float | None:
