@@ -1,19 +1,24 @@
 """What every Engine must do. A row of ENGINES is an async context manager that yields one."""
 
 import asyncio
+import json
+import re
 from contextlib import aclosing, asynccontextmanager
 
+import numpy as np
 import pytest
 import torch
 
 from manege.config import EngineConfig
-from manege.engine.base import Sampling, Weights, collect
+from manege.engine.base import Constraint, Sampling, Weights, collect
+from manege.engine.constraints import Grammars, json_constraint
 from manege.engine.local import LocalEngine
 from manege.engine.scripted import ScriptedEngine, hashed_reply
 from manege.engine.server import engine_app
 from manege.engine.upstream import UpstreamEngine
-from manege.errors import ContextOverflowError, EngineError
+from manege.errors import ContextOverflowError, EngineError, ProtocolError
 from manege.gateway.server import Server
+from manege.model.attend import causal_attend
 from manege.model.folder import open_folder
 from manege.model.load import load_model
 from manege.types import FinishReason, PolicyVersion
@@ -24,6 +29,16 @@ pytestmark = pytest.mark.anyio
 FOLDER = open_folder(str(TINY_MODEL))
 PROMPT = FOLDER.tokenizer.encode("abc").ids
 UNLIMITED = Sampling(max_new_tokens=10_000)
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 5}, "days": {"enum": [1, 2, 3]}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+JSON = json_constraint(SCHEMA)
+ARGUMENTS = json.dumps({**SCHEMA, "x-guidance": {"whitespace_flexible": False}})
+CALL = Constraint(grammar=f'start: "<call>get " /[a-z]{{1,6}}/ " " %json {ARGUMENTS} "</call>"')
+WORDS = Constraint(grammar='start: "yes" | "no" ("," /[a-z]+/)?')
 
 
 @asynccontextmanager
@@ -36,8 +51,11 @@ async def local():
 
 @asynccontextmanager
 async def scripted():
-    reply = hashed_reply(num_tokens=10_000, first_id=97, last_id=122)
-    engine = ScriptedEngine(reply, decode=FOLDER.tokenizer.decode, context_limit=256, token_delay_s=0.001)
+    reply = hashed_reply(num_tokens=10_000, first_id=64, last_id=89)
+    grammars = Grammars(FOLDER.tokenizer, vocab_size=FOLDER.tokenizer.get_vocab_size(), eos_ids=FOLDER.eos_ids)
+    engine = ScriptedEngine(
+        reply, decode=FOLDER.tokenizer.decode, grammars=grammars, context_limit=256, token_delay_s=0.001
+    )
     yield engine
     await engine.close()
 
@@ -45,7 +63,13 @@ async def scripted():
 @asynccontextmanager
 async def upstream():
     """The scripted engine behind the server and the client of the token wire."""
-    async with scripted() as behind:
+    async with over_http(scripted) as engine:
+        yield engine
+
+
+@asynccontextmanager
+async def over_http(engine_behind):
+    async with engine_behind() as behind:
         app = engine_app(behind, encode=lambda text: FOLDER.tokenizer.encode(text).ids, decode=FOLDER.tokenizer.decode)
         async with Server(app) as server:
             engine = UpstreamEngine(server.url)
@@ -58,13 +82,6 @@ ENGINES = {"local": local, "scripted": scripted, "upstream": upstream}
 
 @pytest.fixture(params=ENGINES.values(), ids=ENGINES.keys())
 async def engine(request):
-    async with request.param() as made:
-        yield made
-
-
-@pytest.fixture(params=[local, scripted], ids=["local", "scripted"])
-async def streaming_engine(request):
-    """Engines that give tokens as they are sampled; for whole answers see tests/system/test_inference_upstream.py."""
     async with request.param() as made:
         yield made
 
@@ -120,15 +137,14 @@ async def test_the_same_seed_gives_the_same_answer_beside_others(engine):
     assert answer.ids_R.tolist() == alone.ids_R.tolist()
 
 
-async def test_closing_the_iterator_ends_the_generation(streaming_engine):
-    engine = streaming_engine
+async def test_closing_the_iterator_ends_the_generation(engine):
     async with aclosing(engine.generate(PROMPT, UNLIMITED)) as chunks:
         await anext(chunks)
         assert (await engine.info()).num_running == 1
     await asyncio.wait_for(until_idle(engine), 2)
-    sampled = (await engine.info()).stats["sampled"]
+    sampled = (await engine.info()).stats
     await asyncio.sleep(0.1)
-    assert (await engine.info()).stats["sampled"] == sampled
+    assert (await engine.info()).stats == sampled
 
 
 async def test_cancelling_the_reader_ends_the_generation(engine):
@@ -140,16 +156,37 @@ async def test_cancelling_the_reader_ends_the_generation(engine):
     await asyncio.wait_for(until_idle(engine), 2)
 
 
-async def test_pause_holds_an_answer_in_its_place_and_load_marks_what_follows(streaming_engine):
-    engine = streaming_engine
+async def test_tokens_come_as_they_are_sampled(engine):
+    async with aclosing(engine.generate(PROMPT, Sampling(max_new_tokens=60))) as chunks:
+        first = await anext(chunks)
+        await engine.pause()
+        seen = len(first.ids)
+        while True:
+            try:
+                seen += len((await asyncio.wait_for(asyncio.shield(waiting := next_of(chunks)), 0.1)).ids)
+            except TimeoutError:
+                break
+        # The rest is not sampled yet.
+        assert 0 < seen < 60
+        await engine.resume()
+        seen += len((await waiting).ids)
+        seen += sum([len(chunk.ids) async for chunk in chunks])
+    assert seen == 60
+
+
+def next_of(chunks):
+    return asyncio.ensure_future(anext(chunks))
+
+
+async def test_pause_holds_an_answer_in_its_place_and_load_marks_what_follows(engine):
     async with aclosing(engine.generate(PROMPT, Sampling(max_new_tokens=60))) as chunks:
         seen = [await anext(chunks)]
         await engine.pause()
         assert (await engine.info()).paused
-        sampled = (await engine.info()).stats["sampled"]
+        sampled = (await engine.info()).stats
         await asyncio.sleep(0.1)
-        assert (await engine.info()).stats["sampled"] == sampled
-        await engine.load(Weights(kind="shared"), PolicyVersion(5))
+        assert (await engine.info()).stats == sampled
+        await engine.load(Weights(kind="folder", folder=str(TINY_MODEL)), PolicyVersion(5))
         await engine.resume()
         await engine.resume()
         seen += [chunk async for chunk in chunks]
@@ -179,3 +216,62 @@ async def test_a_closed_engine_says_so_to_those_who_wait_and_to_those_who_come(e
         await asyncio.wait_for(reader, 2)
     with pytest.raises(EngineError, match="closed"):
         await collect(engine.generate(PROMPT, UNLIMITED))
+
+
+def text_of(answer):
+    return FOLDER.tokenizer.decode(answer.ids_R.tolist())
+
+
+async def test_answers_match_their_grammars_beside_others_that_have_none(engine):
+    sampling = {"max_new_tokens": 120, "stop_ids": FOLDER.eos_ids}
+    wanted = [JSON, CALL, None, WORDS, JSON, None, CALL, WORDS]
+    answers = await asyncio.gather(
+        *(
+            collect(engine.generate([*PROMPT, i], Sampling(constraint=constraint, seed=i, **sampling)))
+            for i, constraint in enumerate(wanted)
+        )
+    )
+    for constraint, answer in zip(wanted, answers, strict=True):
+        text = text_of(answer)
+        if constraint is JSON:
+            read = json.loads(text)
+        elif constraint is CALL:
+            read = json.loads(re.fullmatch(r"<call>get [a-z]{1,6} (.*)</call>", text)[1])
+        else:
+            assert constraint is None or re.fullmatch("yes|no(,[a-z]+)?", text)
+            continue
+        assert set(read) == {"city", "days"}
+        assert len(read["city"]) <= 5
+        assert read["days"] in (1, 2, 3)
+        assert answer.finish_reason is FinishReason.STOP
+
+
+async def test_greedy_and_truncated_sampling_stay_within_the_grammar(engine):
+    for choice in ({"temperature": 0}, {"top_k": 1}, {"top_p": 0.1}):
+        sampling = Sampling(constraint=WORDS, max_new_tokens=3, stop_ids=FOLDER.eos_ids, **choice)
+        text = text_of(await collect(engine.generate(PROMPT, sampling)))
+        assert text.startswith(("yes", "no"))
+
+
+async def test_a_grammar_that_does_not_compile_is_the_callers_mistake(engine):
+    for grammar in ("start: nothing", "", "start: %json {"):
+        sampling = Sampling(constraint=Constraint(grammar=grammar), max_new_tokens=5)
+        with pytest.raises(ProtocolError, match="grammar"):
+            await collect(engine.generate(PROMPT, sampling))
+    assert len((await collect(engine.generate(PROMPT, Sampling(max_new_tokens=3)))).ids_R) == 3
+
+
+@pytest.mark.parametrize("over", [local, lambda: over_http(local)], ids=["local", "upstream over local"])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+async def test_logprobs_under_a_constraint_are_those_without_it(over, temperature):
+    model = load_model(FOLDER)
+    async with over() as engine:
+        sampling = Sampling(constraint=CALL, temperature=temperature, max_new_tokens=120, stop_ids=FOLDER.eos_ids)
+        answer = await collect(engine.generate(PROMPT, sampling))
+    ids = torch.tensor([*PROMPT, *answer.ids_R.tolist()])
+    with torch.no_grad():
+        hidden = model.hidden(ids, torch.arange(len(ids)), causal_attend([len(ids)]))
+        logits = model.logits(hidden[len(PROMPT) - 1 : -1]) / temperature
+    expected = logits.log_softmax(-1).gather(1, ids[len(PROMPT) :, None])[:, 0].numpy()
+    np.testing.assert_allclose(answer.logprobs_R, expected, atol=1e-4, rtol=0)
+    assert expected.min() < -3  # the model would not have written this by itself

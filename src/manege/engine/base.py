@@ -26,7 +26,8 @@ class Constraint:
     """What an answer must look like; tokens that would break it are not sampled."""
 
     grammar: str
-    """A Lark grammar as llguidance reads it (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md)."""
+    """A Lark grammar as llguidance reads it (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md). Where
+    nothing can be added any more, the answer ends, with or without a stop id."""
     json_schema: str | None = None
     """Set where the grammar is no more than this JSON schema, which every engine knows."""
 
@@ -61,7 +62,7 @@ class Chunk:
     finish_reason: FinishReason | None = None
     """Set on the last chunk only."""
     num_cached: int = 0
-    """Prompt tokens whose keys and values were reused; on the first chunk only."""
+    """Prompt tokens whose keys and values were reused; on one chunk only, the last where the engine tells it last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,8 +103,8 @@ class Engine(Protocol):
     """An inference engine; implementations: local (torch), scripted, upstream (HTTP)."""
 
     def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> AsyncGenerator[Chunk, None]:
-        """Sample an answer. Raises ContextOverflowError at the first step if the prompt leaves no room for one token,
-        EngineError if the engine fails."""
+        """Sample an answer. Raises at the first step ContextOverflowError if the prompt leaves no room for one token,
+        ProtocolError if the constraint cannot be used; EngineError if the engine fails."""
         ...
 
     async def pause(self) -> None:

@@ -22,6 +22,7 @@ import torch
 
 from manege.config import EngineConfig
 from manege.engine.base import Chunk, EngineInfo, Sampling, Weights
+from manege.engine.constraints import Grammars, Guide
 from manege.engine.local_batch import Batch, LiveSequence
 from manege.engine.threads import ThreadChoice
 from manege.errors import ContextOverflowError, EngineError, ProtocolError
@@ -67,6 +68,7 @@ class LocalEngine:
         self._rng = random.Random(seed)
         self._threads = ThreadChoice(config.threads)
         self._num_turns = 0
+        self._grammars = Grammars(folder.tokenizer, vocab_size=model.vocab_size, eos_ids=folder.eos_ids)
         self._batch: Batch[_Reader] = Batch(
             model,
             folder.tokenizer,
@@ -87,7 +89,11 @@ class LocalEngine:
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> AsyncGenerator[Chunk, None]:
         """See Engine. A prompt that is empty or has ids outside the vocabulary is a ProtocolError."""
-        sequence = self._new_sequence(prompt_ids, sampling)
+        guide = None
+        if sampling.constraint is not None:
+            # In a thread of its own, since some grammars take a second to compile.
+            guide = await asyncio.to_thread(self._grammars.guide, sampling.constraint, sampling.stop_ids)
+        sequence = self._new_sequence(prompt_ids, sampling, guide)
         with self._wake:
             self._refuse_when_ended()
             self._live.add(sequence)
@@ -135,7 +141,7 @@ class LocalEngine:
         self._end("the engine was closed")
         await asyncio.to_thread(self._thread.join)
 
-    def _new_sequence(self, prompt_ids: Sequence[int], sampling: Sampling) -> _Live:
+    def _new_sequence(self, prompt_ids: Sequence[int], sampling: Sampling, guide: Guide | None) -> _Live:
         num_prompt = len(prompt_ids)
         room = self._context_limit - num_prompt
         if room < 1:
@@ -161,6 +167,7 @@ class LocalEngine:
             sampling=sampling,
             rng=self._rng if sampling.seed is None else random.Random(sampling.seed),
             sink=_Reader(asyncio.get_running_loop(), asyncio.Queue()),
+            guide=guide,
         )
 
     def _post(self, action: Callable[[], None]) -> None:

@@ -20,9 +20,11 @@ import torch
 from tokenizers import Tokenizer
 
 from manege.engine.base import Chunk, Sampling
+from manege.engine.constraints import BoolArray, Guide
 from manege.engine.kv_cache import KvCache, Row
 from manege.engine.local_attention import CachedAttention
 from manege.engine.sampling import choose_tokens
+from manege.errors import EngineError
 from manege.model.base import LanguageModel
 from manege.types import FinishReason, IntArray, PolicyVersion
 
@@ -44,6 +46,8 @@ class LiveSequence(Generic[Sink]):
     rng: random.Random
     sink: Sink
     """Where chunks go; not looked at here."""
+    guide: Guide | None = None
+    """Follows the answer so far; None: unconstrained."""
     row: Row | None = None
     num_cached: int | None = None
     """Prompt tokens that were reused when it first ran."""
@@ -85,8 +89,8 @@ class Batch(Generic[Sink]):
         self._cache.drop()
 
     @torch.inference_mode()
-    def step(self, version: PolicyVersion) -> list[tuple[LiveSequence[Sink], Chunk]]:
-        """Compute one step; returns what was sampled. There must be a sequence."""
+    def step(self, version: PolicyVersion) -> list[tuple[LiveSequence[Sink], Chunk | EngineError]]:
+        """Compute one step; returns what was sampled, or why a sequence ended without. There must be a sequence."""
         started = time.perf_counter()
         self._make_room()
         self._admit()
@@ -149,11 +153,16 @@ class Batch(Generic[Sink]):
 
     def _sample(
         self, ready: Sequence[LiveSequence[Sink]], logits_SV: torch.Tensor, version: PolicyVersion
-    ) -> list[tuple[LiveSequence[Sink], Chunk]]:
+    ) -> list[tuple[LiveSequence[Sink], Chunk | EngineError]]:
         uniforms = [sequence.rng.random() for sequence in ready]
-        ids, logprobs = choose_tokens(logits_SV, [sequence.sampling for sequence in ready], uniforms)
-        chunks = []
-        for sequence, id, logprob in zip(ready, ids, logprobs, strict=True):
+        allowed, failed = _guidance(ready)
+        ids, logprobs = choose_tokens(logits_SV, [sequence.sampling for sequence in ready], uniforms, allowed)
+        chunks: list[tuple[LiveSequence[Sink], Chunk | EngineError]] = []
+        for index, (sequence, id, logprob) in enumerate(zip(ready, ids, logprobs, strict=True)):
+            if index in failed:
+                self._leave(sequence)
+                chunks.append((sequence, failed[index]))
+                continue
             is_first = sequence.num_tokens == sequence.num_prompt
             num_cached = sequence.num_cached if is_first and sequence.num_cached else 0
             sequence.buffer[sequence.num_tokens] = id
@@ -169,6 +178,8 @@ class Batch(Generic[Sink]):
         sampling = sequence.sampling
         if id in sampling.stop_ids:
             return FinishReason.STOP
+        if sequence.guide is not None and sequence.guide.advance(id):
+            return FinishReason.STOP
         if sampling.stop_strings:
             answer = sequence.tokens[sequence.num_prompt :].tolist()
             text = self._tokenizer.decode(answer, skip_special_tokens=False)
@@ -181,3 +192,15 @@ class Batch(Generic[Sink]):
         self._cache.release(sequence.row, sequence.tokens)
         sequence.row = None
         self.running.remove(sequence)
+
+
+def _guidance(sequences: Sequence[LiveSequence[Sink]]) -> tuple[dict[int, BoolArray], dict[int, EngineError]]:
+    """By index, for those that are constrained: what is allowed next, or why that cannot be said."""
+    allowed, failed = {}, {}
+    for index, sequence in enumerate(sequences):
+        if sequence.guide is not None:
+            try:
+                allowed[index] = sequence.guide.allowed_V()
+            except EngineError as error:
+                failed[index] = error
+    return allowed, failed

@@ -3,19 +3,27 @@
 Everything around sampling is real: chunks come one by one with an optional delay, stop tokens, stop strings and the
 token limit end an answer, pause holds running answers in their place, closing the iterator stops them, and every chunk
 carries the version of the moment. The log-probability of a token is a fixed function of its id.
+
+Under a constraint the script is followed as far as it goes: where its next token is not allowed, one that is allowed
+is put before it, so that "Rome", asked for as JSON with a `city`, becomes {"city":"Rome"}.
 """
 
 import asyncio
 import zlib
+from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 
 from manege.engine.base import Chunk, EngineInfo, Sampling, Weights
+from manege.engine.constraints import Grammars, Guide
 from manege.errors import ContextOverflowError, EngineError
 from manege.types import FinishReason, PolicyVersion
 
 __all__ = ["ScriptedEngine", "hashed_reply", "scripted_logprob"]
 
 Reply = Callable[[Sequence[int]], Sequence[int]]
+
+_CLOSING = ('"', "}", "]")
+"""Put in before others, in this order: they lead to the end of what is open in JSON."""
 
 
 def scripted_logprob(token: int) -> float:
@@ -45,13 +53,15 @@ class ScriptedEngine:
         reply: Reply,
         *,
         decode: Callable[[Sequence[int]], str] | None = None,
+        grammars: Grammars | None = None,
         context_limit: int = 8192,
         token_delay_s: float = 0.0,
         chunk_size: int = 1,
     ) -> None:
-        """`decode` is needed for stop strings only. `chunk_size`: tokens per chunk."""
+        """`decode` is needed for stop strings only, `grammars` for constraints. `chunk_size`: tokens per chunk."""
         self._reply = reply
         self._decode = decode
+        self._grammars = grammars
         self._context_limit = context_limit
         self._token_delay_s = token_delay_s
         self._chunk_size = chunk_size
@@ -118,14 +128,34 @@ class ScriptedEngine:
             raise EngineError("the engine is closed; start it again")
         if sampling.stop_strings and self._decode is None:
             raise EngineError("this scripted engine has no `decode`, so it cannot look for stop strings")
+        guide = self._guide(sampling)
+        script = deque(self._reply(prompt_ids))
         ids: list[int] = []
-        for token in self._reply(prompt_ids):
+        while script or (guide and not guide.can_end):
+            token = self._next_allowed(guide, script) if guide else script.popleft()
             ids.append(token)
             if token in sampling.stop_ids or self._ends_in_text(ids, sampling.stop_strings):
+                return ids, FinishReason.STOP
+            if guide and guide.advance(token):
                 return ids, FinishReason.STOP
             if len(ids) == limit:
                 return ids, FinishReason.LENGTH
         return ids, FinishReason.STOP
+
+    def _guide(self, sampling: Sampling) -> Guide | None:
+        if sampling.constraint is None:
+            return None
+        if self._grammars is None:
+            raise EngineError("this scripted engine has no `grammars`, so it cannot follow a constraint")
+        return self._grammars.guide(sampling.constraint, sampling.stop_ids)
+
+    def _next_allowed(self, guide: Guide, script: deque[int]) -> int:
+        allowed_V = guide.allowed_V()
+        if script and allowed_V[script[0]]:
+            return script.popleft()
+        assert self._grammars is not None
+        closing = (self._grammars.token_id(text) for text in _CLOSING)
+        return next((id for id in closing if id is not None and allowed_V[id]), int(allowed_V.argmax()))
 
     def _ends_in_text(self, ids: Sequence[int], stop_strings: Sequence[str]) -> bool:
         if not stop_strings or self._decode is None:

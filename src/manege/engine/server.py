@@ -1,24 +1,28 @@
 """Serves any engine on vLLM's token wire, so that `upstream` speaks to ours and to vLLM in the same way.
 
 `POST /inference/v1/generate` and `POST /v1/completions` take token ids and give token ids, log-probabilities and
-version spans; `/pause`, `/resume`, `/is_paused`, `/collective_rpc` (method `reload_weights`), `/reset_prefix_cache`,
+versions, streamed if `stream` is set; `structured_outputs` with a `json` schema or a Lark `grammar` constrains them.
+`/pause`, `/resume`, `/is_paused`, `/collective_rpc` (method `reload_weights`), `/reset_prefix_cache`,
 `/update_weight_version` and `/weight_info` change weights. A caller that goes away ends its generation. There are no
 keys: bind it where only the gateway and the trainer reach it.
 
 New weights take effect with their version: `reload_weights` notes the folder, `update_weight_version` loads it.
 """
 
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from manege.engine.base import Engine, Generation, Sampling, Weights, collect
+from manege.engine.answers import Form, TextForm, TokenForm, stream, whole
+from manege.engine.base import Chunk, Constraint, Engine, Sampling, Weights, collect
+from manege.engine.constraints import json_constraint
 from manege.errors import ProtocolError
-from manege.http import Connection, answer, error_handlers, read_object
+from manege.http import ClientGone, Connection, answer, error_handlers, read_object
 from manege.types import JsonObject, PolicyVersion
 
 __all__ = ["engine_app"]
@@ -60,31 +64,17 @@ class _Server:
         self._decode = decode
         self._weights: Weights | None = None
 
-    async def generate(self, request: Request) -> JsonObject:
+    async def generate(self, request: Request) -> ASGIApp:
         body = await read_object(request)
         prompt = _field(body, "token_ids", list)
-        generation = await self._run(request, prompt, body.get("sampling_params") or {})
-        content = [
-            {"token": f"token_id:{token}", "logprob": logprob, "bytes": None, "top_logprobs": []}
-            for token, logprob in zip(generation.ids_R.tolist(), generation.logprobs_R.tolist(), strict=True)
-        ]
-        choice = {**_choice(generation), "logprobs": {"content": content}}
-        return {"request_id": body.get("request_id"), "choices": [choice], "usage": _usage(prompt, generation)}
+        return await self._answer(request, TokenForm(), prompt, body, body.get("sampling_params") or {})
 
-    async def completions(self, request: Request) -> JsonObject:
+    async def completions(self, request: Request) -> ASGIApp:
         body = await read_object(request)
         prompt = body.get("prompt")
         prompt = self._encode(prompt) if isinstance(prompt, str) else _field(body, "prompt", list)
-        generation = await self._run(request, prompt, body)
-        ids = generation.ids_R.tolist()
-        logprobs = {
-            "tokens": [f"token_id:{token}" for token in ids],
-            "token_logprobs": generation.logprobs_R.tolist(),
-            "top_logprobs": None,
-            "text_offset": [],
-        }
-        choice = {**_choice(generation), "text": self._decode(ids), "logprobs": logprobs, "prompt_token_ids": prompt}
-        return {"object": "text_completion", "choices": [choice], "usage": _usage(prompt, generation)}
+        form = TextForm(self._decode, prompt if body.get("return_token_ids") else None)
+        return await self._answer(request, form, prompt, body, body)
 
     async def pause(self, request: Request) -> JsonObject:
         if request.query_params.get("mode", "abort") != "keep":
@@ -133,15 +123,48 @@ class _Server:
         model = {"id": info.model, "object": "model", "owned_by": "manege", "max_model_len": info.context_limit}
         return {"object": "list", "data": [model]}
 
-    async def _run(self, request: Request, prompt_ids: Sequence[int], params: JsonObject) -> Generation:
-        sampling = _sampling(params)
+    async def _answer(
+        self, request: Request, form: Form, prompt_ids: Sequence[int], body: JsonObject, params: JsonObject
+    ) -> ASGIApp:
+        chunks = self._engine.generate(prompt_ids, _sampling(params))
+        if body.get("stream"):
+            has_usage = bool((body.get("stream_options") or {}).get("include_usage"))
+            events = stream(form, chunks, num_prompt=len(prompt_ids), has_usage=has_usage)
+            return _EventStream(events, chunks)
         async with Connection(request.receive) as connection:
-            return await connection.run(collect(self._engine.generate(prompt_ids, sampling)))
+            generation = await connection.run(collect(chunks))
+        return answer(whole(form, generation, num_prompt=len(prompt_ids)))
 
 
-def _answering(handler: Callable[[Request], Coroutine[Any, Any, JsonObject]]) -> Callable[[Request], Any]:
-    async def endpoint(request: Request) -> Response:
-        return answer(await handler(request))
+class _EventStream:
+    """A response that starts with the first event, so that an engine that fails before it is an error status, and that
+    stops the engine as soon as the caller goes away."""
+
+    def __init__(self, events: AsyncIterator[bytes], chunks: AsyncGenerator[Chunk, None]) -> None:
+        self._events, self._chunks = events, chunks
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._chunks), Connection(receive) as connection:
+            try:
+                await connection.run(self._send_all(send))
+            except ClientGone:
+                pass
+
+    async def _send_all(self, send: Send) -> None:
+        has_started = False
+        async for event in self._events:
+            if not has_started:
+                headers = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+                has_started = True
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+
+def _answering(handler: Callable[[Request], Coroutine[Any, Any, JsonObject | ASGIApp]]) -> Callable[[Request], Any]:
+    async def endpoint(request: Request) -> ASGIApp:
+        result = await handler(request)
+        return result if callable(result) else answer(result)
 
     return endpoint
 
@@ -164,29 +187,18 @@ def _sampling(params: JsonObject) -> Sampling:
             stop_ids=frozenset(params.get("stop_token_ids") or ()),
             stop_strings=[stop] if isinstance(stop, str) else list(stop),
             seed=params.get("seed"),
+            constraint=_constraint(params.get("structured_outputs")),
         )
     except (TypeError, ValueError) as error:
         raise ProtocolError(f"the sampling parameters cannot be read: {error}") from error
 
 
-def _choice(generation: Generation) -> dict[str, Any]:
-    starts = [span.first_token for span in generation.spans]
-    ends = [*starts[1:], len(generation.ids_R)]
-    return {
-        "index": 0,
-        "token_ids": generation.ids_R.tolist(),
-        "finish_reason": generation.finish_reason.value,
-        "weight_versions": [
-            {"version": str(span.version), "start": start, "end": end}
-            for span, start, end in zip(generation.spans, starts, ends, strict=True)
-        ],
-    }
-
-
-def _usage(prompt_ids: Sequence[int], generation: Generation) -> JsonObject:
-    return {
-        "prompt_tokens": len(prompt_ids),
-        "completion_tokens": len(generation.ids_R),
-        "total_tokens": len(prompt_ids) + len(generation.ids_R),
-        "prompt_tokens_details": {"cached_tokens": generation.num_cached},
-    }
+def _constraint(wanted: Any) -> Constraint | None:
+    if wanted is None:
+        return None
+    match wanted:
+        case {"json": dict() as schema}:
+            return json_constraint(schema)
+        case {"grammar": str() as grammar}:
+            return Constraint(grammar=grammar)
+    raise ProtocolError(f"structured_outputs is {wanted!r}; want a `json` schema or a Lark `grammar`")

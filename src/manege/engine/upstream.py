@@ -1,32 +1,39 @@
 """Client of an engine that speaks vLLM's token wire: vLLM itself, or `engine.server`.
 
-An answer is asked for whole and comes as one chunk per policy version, since vLLM's streams carry no versions.
-`POST /inference/v1/generate` is preferred; a server without it (vLLM needs `--enable-scale-out`) is asked by
-`/v1/completions` with token ids. Cancelling the reader closes the connection, and the server then stops sampling. vLLM
-must run with `--logprobs-mode processed_logprobs`, or its log-probabilities are not those of softmax(logits /
-temperature), and with `VLLM_SERVER_DEV_MODE=1`, or its weights cannot change.
+Answers are streamed. `POST /inference/v1/generate` is preferred, since vLLM says there which weights sampled what; a
+server without it (vLLM needs `--enable-scale-out`) is asked by `/v1/completions` with token ids. Closing the iterator
+closes the connection, and the server then stops sampling. vLLM must run with `--logprobs-mode processed_logprobs`, or
+its log-probabilities are not those of softmax(logits / temperature), and with `VLLM_SERVER_DEV_MODE=1`, or its weights
+cannot change.
+
+A task reads each answer as it arrives, however slowly its caller takes it, so that a token has the version of the
+weights that were in use when it came.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
-from typing import Any
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, TypeAlias, TypeVar
 
 import aiohttp
 import orjson
 
-from manege.engine.base import Chunk, EngineInfo, Sampling, Weights
-from manege.errors import ContextOverflowError, EngineError
+from manege.engine.base import Chunk, Constraint, EngineInfo, Sampling, Weights
+from manege.engine.token_stream import AnswerReader, events, version_number
+from manege.errors import ContextOverflowError, EngineError, ProtocolError
 from manege.logs import get_logger, kv
-from manege.types import FinishReason, JsonObject, PolicyVersion
+from manege.types import JsonObject, PolicyVersion
 
 __all__ = ["UpstreamEngine"]
 
 _log = get_logger("engine")
 
-_UNKNOWN_LOGPROB = -9999.0
-"""What vLLM writes for a log-probability that it does not have."""
 _CONNECT_S = 10.0
 """An engine on the same network that does not answer a connection for so long is down."""
+
+
+T = TypeVar("T")
+_Put: TypeAlias = Callable[[Chunk | Exception], None]
 
 
 class UpstreamEngine:
@@ -36,16 +43,18 @@ class UpstreamEngine:
         """`url`: root of the server, with or without `/v1`. `version`: of its weights, until the server says."""
         self._url = url.rstrip("/").removesuffix("/v1")
         self._session: aiohttp.ClientSession | None = None
-        self._model: str | None = None
+        self._model = ""
+        self._is_known = False
+        """Model, context limit and version are what the server last said."""
         self._context_limit = 0
         self._version = PolicyVersion(version)
         self._has_generate = True
         self._num_running = 0
-        self._requests: set[asyncio.Task[tuple[int, bytes]]] = set()
+        self._requests: set[asyncio.Task[Any]] = set()
         self._closed = False
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> AsyncGenerator[Chunk, None]:
-        if self._model is None:
+        if not self._is_known:
             await self._read_model()
         room = self._context_limit - len(prompt_ids)
         if room < 1:
@@ -53,17 +62,21 @@ class UpstreamEngine:
                 f"the prompt has {len(prompt_ids)} tokens and the context {self._context_limit}; shorten the prompt"
             )
         params = _params(sampling, min(sampling.max_new_tokens, room))
+        arrived: asyncio.Queue[Chunk | Exception] = asyncio.Queue()
+        reading = self._start(self._read_answer(list(prompt_ids), params, arrived.put_nowait))
         self._num_running += 1
         try:
-            body = await self._ask(list(prompt_ids), params)
+            while True:
+                item = await arrived.get()
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+                if item.finish_reason:
+                    return
         finally:
             self._num_running -= 1
-        try:
-            chunks = _chunks(body, self._version)
-        except (LookupError, TypeError, ValueError) as error:
-            raise EngineError(f"{self._url} answered in a shape that is not vLLM's: {error!r}") from error
-        for chunk in chunks:
-            yield chunk
+            reading.cancel()
+            await asyncio.wait({reading})
 
     async def pause(self) -> None:
         await self._call("POST", "/pause?mode=keep")
@@ -86,7 +99,6 @@ class UpstreamEngine:
     async def info(self) -> EngineInfo:
         await self._read_model()
         paused = await self._call("GET", "/is_paused")
-        assert self._model is not None
         return EngineInfo(
             model=self._model,
             context_limit=self._context_limit,
@@ -109,42 +121,85 @@ class UpstreamEngine:
         try:
             if status != 404:
                 info = _checked(status, reply, f"{self._url}/weight_info")
-                self._version = _number(info.get("weight_version"), self._version)
+                self._version = version_number(info.get("weight_version"), self._version)
             model = models["data"][0]
             self._context_limit, self._model = int(model["max_model_len"]), str(model["id"])
+            self._is_known = True
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise EngineError(f"{self._url}/v1/models answered in a shape that is not vLLM's: {error!r}") from error
 
-    async def _ask(self, prompt_ids: list[int], params: dict[str, Any]) -> JsonObject:
-        if self._has_generate:
-            body = {"token_ids": prompt_ids, "sampling_params": {**params, "logprobs": 0}}
-            status, reply = await self._send("POST", "/inference/v1/generate", body)
-            if status not in (403, 404):
-                return _checked(status, reply, f"{self._url}/inference/v1/generate")
-            self._has_generate = False
-            _log.info(kv("the engine has no token wire; using text completions with token ids", url=self._url))
-        body = {"model": self._model, "prompt": prompt_ids, **params, "logprobs": 0, "return_token_ids": True}
-        return await self._call("POST", "/v1/completions", body)
+    async def _read_answer(self, prompt_ids: list[int], params: JsonObject, put: _Put) -> None:
+        try:
+            if self._has_generate:
+                body = {"token_ids": prompt_ids, "sampling_params": {**params, "logprobs": 0}}
+                if await self._stream("/inference/v1/generate", body, put):
+                    return
+                self._has_generate = False
+                _log.info(kv("the engine has no token wire; using text completions with token ids", url=self._url))
+            body = {"model": self._model, "prompt": prompt_ids, **params, "logprobs": 0, "return_token_ids": True}
+            if not await self._stream("/v1/completions", body, put):
+                raise EngineError(f"{self._url} serves neither /inference/v1/generate nor /v1/completions")
+        except asyncio.CancelledError:
+            put(self._closed_error())
+            raise
+        except Exception as error:  # whatever it is, it belongs to the caller, who would wait for ever
+            # It may have been restarted, or have got new weights from elsewhere.
+            self._is_known = False
+            put(error)
+
+    async def _stream(self, path: str, body: JsonObject, put: _Put) -> bool:
+        """Read an answer; False: the server does not serve the path."""
+        url = self._url + path
+        body = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        async with self._open("POST", path, body) as response:
+            if response.status in (403, 404):
+                return False
+            if response.status == 400 and "structured_outputs" in body.get("sampling_params", body):
+                raise ProtocolError(f"the engine refuses the form of the answer: {await _beginning(response)}")
+            if response.status >= 300:
+                raise EngineError(f"{url} answered {response.status}: {await _beginning(response)}")
+            if response.content_type != "text/event-stream":
+                text = await _beginning(response)
+                raise EngineError(f"{url} answered {response.content_type}, not a stream of events: {text!r}")
+            reader = AnswerReader(url)
+            async for data in events(response.content.iter_any()):
+                if chunk := reader.feed(data, self._version):
+                    put(chunk)
+            put(reader.finish())
+        return True
 
     async def _call(self, method: str, path: str, body: JsonObject | None = None) -> Any:
         status, reply = await self._send(method, path, body)
         return _checked(status, reply, self._url + path)
 
     async def _send(self, method: str, path: str, body: JsonObject | None = None) -> tuple[int, bytes]:
-        if self._closed:
-            raise EngineError(f"the client of the engine at {self._url} is closed; make a new one")
-        request = asyncio.create_task(self._exchange(method, path, body), name="engine-request")
-        self._requests.add(request)
+        request = self._start(self._exchange(method, path, body))
         try:
             return await request
         except asyncio.CancelledError:
             if self._closed:
-                raise EngineError(f"the client of the engine at {self._url} was closed during a request") from None
+                raise self._closed_error() from None
             raise
-        finally:
-            self._requests.discard(request)
 
     async def _exchange(self, method: str, path: str, body: JsonObject | None) -> tuple[int, bytes]:
+        async with self._open(method, path, body) as response:
+            return response.status, await response.read()
+
+    def _start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Every request is a task, which `close` can end."""
+        if self._closed:
+            work.close()
+            raise EngineError(f"the client of the engine at {self._url} is closed; make a new one")
+        request = asyncio.create_task(work, name="engine-request")
+        self._requests.add(request)
+        request.add_done_callback(self._requests.discard)
+        return request
+
+    def _closed_error(self) -> EngineError:
+        return EngineError(f"the client of the engine at {self._url} was closed during a request")
+
+    @asynccontextmanager
+    async def _open(self, method: str, path: str, body: JsonObject | None) -> AsyncIterator[aiohttp.ClientResponse]:
         if self._session is None:
             timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
             # The gateway bounds its calls; a second limit here would only hide them.
@@ -152,11 +207,17 @@ class UpstreamEngine:
             self._session = aiohttp.ClientSession(connector=connector, timeout=timeout)
         data = None if body is None else orjson.dumps(body)
         headers = {"content-type": "application/json"}
+        what = "cannot be reached"
         try:
             async with self._session.request(method, self._url + path, data=data, headers=headers) as response:
-                return response.status, await response.read()
+                what = "broke off its answer"
+                yield response
         except (TimeoutError, aiohttp.ClientError) as error:
-            raise EngineError(f"the engine at {self._url} cannot be reached: {error!r}; is it running?") from error
+            raise EngineError(f"the engine at {self._url} {what}: {error!r}; is it running?") from error
+
+
+async def _beginning(response: aiohttp.ClientResponse) -> str:
+    return (await response.content.read(500)).decode(errors="replace")
 
 
 def _checked(status: int, reply: bytes, url: str) -> Any:
@@ -178,41 +239,12 @@ def _params(sampling: Sampling, max_new_tokens: int) -> dict[str, Any]:
         "stop": list(sampling.stop_strings),
         "include_stop_str_in_output": True,
         **({} if sampling.seed is None else {"seed": sampling.seed}),
+        **({} if sampling.constraint is None else {"structured_outputs": _structured(sampling.constraint)}),
     }
 
 
-def _chunks(body: JsonObject, version: PolicyVersion) -> list[Chunk]:
-    """Raises EngineError when ids or log-probabilities are missing: they are never guessed."""
-    choice = body["choices"][0]
-    ids, logprobs = choice.get("token_ids"), _logprobs(choice.get("logprobs") or {})
-    if ids is None or logprobs is None or len(ids) != len(logprobs):
-        raise EngineError(
-            f"the engine answered {None if ids is None else len(ids)} token ids and "
-            f"{None if logprobs is None else len(logprobs)} log-probabilities; both must be there, one for one"
-        )
-    if any(logprob is None or logprob <= _UNKNOWN_LOGPROB for logprob in logprobs):
-        raise EngineError("the engine does not know the log-probability of a token that it sampled")
-    finish = FinishReason(choice["finish_reason"])
-    details = (body.get("usage") or {}).get("prompt_tokens_details") or {}
-    spans = choice.get("weight_versions") or [{"version": None, "start": 0, "end": len(ids)}]
-    chunks = [
-        Chunk(
-            ids=ids[span["start"] : span["end"]],
-            logprobs=logprobs[span["start"] : span["end"]],
-            version=_number(span["version"], version),
-            num_cached=0 if index else details.get("cached_tokens") or 0,
-        )
-        for index, span in enumerate(spans)
-    ]
-    return [*chunks, Chunk(ids=(), logprobs=(), version=chunks[-1].version, finish_reason=finish)]
-
-
-def _logprobs(logprobs: JsonObject) -> Sequence[float] | None:
-    if "content" in logprobs:
-        return [entry["logprob"] for entry in logprobs["content"]]
-    return logprobs.get("token_logprobs")
-
-
-def _number(version: Any, default: PolicyVersion) -> PolicyVersion:
-    """vLLM's versions are text, `default` before the first."""
-    return PolicyVersion(int(version)) if isinstance(version, str) and version.isdecimal() else default
+def _structured(constraint: Constraint) -> JsonObject:
+    """JSON schemas as such, since every backend of vLLM takes them."""
+    if constraint.json_schema is not None:
+        return {"json": orjson.loads(constraint.json_schema)}
+    return {"grammar": constraint.grammar}
