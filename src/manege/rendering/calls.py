@@ -14,7 +14,7 @@ from manege.rendering.base import ToolCall
 from manege.rendering.text import cut
 from manege.types import JsonObject
 
-__all__ = ["PYTHON_TAG", "BareCalls", "CallScanner", "ReadCall", "TaggedCalls", "read_json", "read_xml"]
+__all__ = ["PYTHON_TAG", "BareCalls", "CallScanner", "ReadCall", "TaggedCalls", "read_json", "read_xml", "schema_types"]
 
 PYTHON_TAG = "<|python_tag|>"
 """Llama 3 may write it before its calls."""
@@ -193,7 +193,7 @@ def _properties(name: str, tools: Sequence[JsonObject]) -> JsonObject:
 
 def _json_value(text: str, schema: Any) -> str:
     """A parameter as JSON: the text itself where it is JSON of a type that the schema allows, else a string."""
-    types = _types(schema)
+    types = schema_types(schema)
     if types != {"string"}:
         try:
             value = json.loads(text, parse_constant=_refuse)
@@ -205,14 +205,14 @@ def _json_value(text: str, schema: Any) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _types(schema: Any) -> set[str]:
+def schema_types(schema: Any) -> set[str]:
     """The JSON types that a schema names; integers are numbers."""
     if not isinstance(schema, dict):
         return set()
     named = [schema["type"]] if isinstance(schema.get("type"), str) else _items(schema, "type")
     found = {"number" if name == "integer" else str(name) for name in named}
-    found |= {_type(value) for value in _items(schema, "enum")}
-    return found.union(*map(_types, [*_items(schema, "anyOf"), *_items(schema, "oneOf")]))
+    found |= {_type(value) for value in [*_items(schema, "enum"), *([schema["const"]] if "const" in schema else [])]}
+    return found.union(*map(schema_types, [*_items(schema, "anyOf"), *_items(schema, "oneOf")]))
 
 
 def _items(schema: JsonObject, key: str) -> list[Any]:

@@ -16,12 +16,13 @@ from collections.abc import Mapping, Sequence
 from tokenizers import Tokenizer
 
 from manege.errors import ModelError, ProtocolError
-from manege.rendering.base import LiveParser, ParsedReply
+from manege.rendering.base import LiveParser
 from manege.rendering.calls import PYTHON_TAG
-from manege.rendering.form import read_form, scanner_for, tags_of
+from manege.rendering.form import scanner_for, tags_of
 from manege.rendering.reply import THINK, THINK_END, LiveReply
+from manege.rendering.shared import TokenizerRenderer
 from manege.rendering.template import ChatTemplate
-from manege.rendering.text import Detokeniser, TokenizerText, whole_reply
+from manege.rendering.text import Detokeniser
 from manege.types import JsonObject
 
 __all__ = ["GenericRenderer"]
@@ -31,7 +32,7 @@ _MARK = "maNegeContentMark"
 _THOUGHT_MARK = "maNegeThoughtMark"
 
 
-class GenericRenderer(TokenizerText):
+class GenericRenderer(TokenizerRenderer):
     """See `rendering.base.Renderer`."""
 
     def __init__(
@@ -47,7 +48,6 @@ class GenericRenderer(TokenizerText):
         self._template = ChatTemplate(chat_template, special_tokens)
         self._closers = self._find_closers(eos_ids)
         self.stop_ids = eos_ids | frozenset(self._closers.values())
-        self._form = read_form(self._text, [*self._closers])
         shown = (THINK, THINK_END, *(tags_of(self._form) or [PYTHON_TAG]))
         # Tags stay in the text of an answer even where they are special tokens.
         self._hidden = frozenset(
@@ -79,18 +79,13 @@ class GenericRenderer(TokenizerText):
         assert ids[0] == self._closers[closer]
         return ids[1:] if response_ids and response_ids[-1] in self.stop_ids else ids
 
-    def parse(
-        self, response_ids: Sequence[int], *, prompt_ids: Sequence[int] = (), tools: Sequence[JsonObject] = ()
-    ) -> ParsedReply:
-        return whole_reply(self.live_parser(prompt_ids=prompt_ids, tools=tools), response_ids)
-
     def live_parser(
         self, *, prompt_ids: Sequence[int] = (), tools: Sequence[JsonObject] = (), stop: Sequence[str] = ()
     ) -> LiveParser:
         return LiveReply(
             Detokeniser(self._tokenizer, self._hidden),
             scanner_for(self._form, tools) if tools else None,
-            is_thinking=self._is_thinking(prompt_ids),
+            is_thinking=self._opened(prompt_ids) == THINK,
             stop=stop,
         )
 

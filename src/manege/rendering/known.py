@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from manege.errors import ProtocolError
 from manege.rendering.base import LiveParser, ParsedReply, ToolCall
 from manege.rendering.known_live import KnownLive
-from manege.rendering.text import TokenizerText, whole_reply
+from manege.rendering.shared import TokenizerRenderer
 from manege.types import JsonObject
 
 __all__ = ["KnownRenderer", "is_known"]
@@ -28,7 +28,7 @@ def is_known(name: str) -> bool:
     return name in MODEL_RENDERER_MAP
 
 
-class KnownRenderer(TokenizerText):
+class KnownRenderer(TokenizerRenderer):
     """See `rendering.base.Renderer`."""
 
     def __init__(self, tokenizer: Tokenizer, name: str) -> None:
@@ -40,10 +40,7 @@ class KnownRenderer(TokenizerText):
         self._is_json_call = bool(json_call.tool_calls)
 
     def render(self, messages: Sequence[JsonObject], tools: Sequence[JsonObject]) -> list[int]:
-        try:
-            return self._renderer.render_ids(_plain(messages), tools=_plain(tools) or None, add_generation_prompt=True)
-        except (ValueError, TypeError, KeyError) as error:
-            raise ProtocolError(f"the model's chat template refuses these messages: {error}") from error
+        return self._render(messages, tools, answer=True)
 
     def bridge(
         self,
@@ -61,11 +58,6 @@ class KnownRenderer(TokenizerText):
         known = [*prompt_ids, *response_ids]
         # The library cuts what was sampled behind an end-of-turn token; then the context differs from ours.
         return found.token_ids[len(known) :] if found.token_ids[: len(known)] == known else None
-
-    def parse(
-        self, response_ids: Sequence[int], *, prompt_ids: Sequence[int] = (), tools: Sequence[JsonObject] = ()
-    ) -> ParsedReply:
-        return whole_reply(self.live_parser(prompt_ids=prompt_ids, tools=tools), response_ids)
 
     def live_parser(
         self, *, prompt_ids: Sequence[int] = (), tools: Sequence[JsonObject] = (), stop: Sequence[str] = ()
@@ -90,6 +82,17 @@ class KnownRenderer(TokenizerText):
             is_json_call=self._is_json_call,
             stop=stop,
         )
+
+    def _render(self, messages: Sequence[JsonObject], tools: Sequence[JsonObject], *, answer: bool) -> list[int]:
+        try:
+            return self._renderer.render_ids(
+                _plain(messages), tools=_plain(tools) or None, add_generation_prompt=answer
+            )
+        except (ValueError, TypeError, KeyError) as error:
+            raise ProtocolError(f"the model's chat template refuses these messages: {error}") from error
+
+    def _text(self, messages: Sequence[JsonObject], tools: Sequence[JsonObject], answer: bool) -> str:
+        return self._tokenizer.decode(self._render(messages, tools, answer=answer), skip_special_tokens=False)
 
     def _texts(self, ids: Sequence[int], attempts: Sequence[ParsedToolCall]) -> list[str]:
         """What the library takes out of the text though it is no call; several attempts may share their ids."""

@@ -39,8 +39,8 @@ class KnownLive:
         is_json_call: bool,
         stop: Sequence[str],
     ) -> None:
-        """`parse`: no part of what it returns begins or ends with space. `is_json_call`: a text that is a JSON object may be
-        a call, without any tag."""
+        """`parse`: no part of what it returns begins or ends with space. `is_json_call`: text that is a JSON object may
+        be a call, without any tag."""
         self._parse = parse
         self._added = added
         self._is_json_call = is_json_call

@@ -2,6 +2,10 @@
 
 Templates come from model folders, so they run in a sandbox. Where a template does not read `tools` (SmolLM2's), tools,
 tool calls and tool results are written into ordinary messages in the Hermes form instead of being dropped silently.
+
+Some harnesses send several system messages, also in the middle. Where a template refuses or drops those behind the
+first, the leading ones become one, and later ones are shown as user turns, joined with those next to them since such
+templates often want roles to alternate.
 """
 
 import json
@@ -62,12 +66,42 @@ class ChatTemplate:
             shown, shown_tools = [_with_parsed_arguments(message) for message in messages], list(tools) or None
         else:
             shown, shown_tools = _tools_as_text(messages, tools), None
+        plain = _with_one_system(shown)
+        try:
+            text = self._render(shown, shown_tools, answer)
+            # A late system message that is nowhere in the text was dropped.
+            late = [message["content"].strip() for message in shown[1:] if message["role"] == "system"]
+            if all(content in text for content in late):
+                return text
+        except ProtocolError:
+            if plain == shown:
+                raise
+        return self._render(plain, shown_tools, answer)
+
+    def _render(self, messages: Sequence[JsonObject], tools: Sequence[JsonObject] | None, answer: bool) -> str:
         try:
             return self._template.render(
-                messages=shown, tools=shown_tools, add_generation_prompt=answer, **self._special_tokens
+                messages=messages, tools=tools, add_generation_prompt=answer, **self._special_tokens
             )
         except (jinja2.TemplateError, TypeError) as error:
             raise ProtocolError(f"the model's chat template refuses these messages: {error}") from error
+
+
+def _with_one_system(messages: Sequence[JsonObject]) -> list[JsonObject]:
+    num_leading = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    shown = _joined(messages[:num_leading])
+    if all(message["role"] != "system" for message in messages[num_leading:]):
+        return [*shown, *messages[num_leading:]]
+    for message in messages[num_leading:]:
+        turn = {"role": "user", "content": message["content"]} if message["role"] == "system" else message
+        is_same = shown and shown[-1]["role"] == turn["role"] == "user"
+        shown[-1:] = _joined([shown[-1], turn]) if is_same else [*shown[-1:], turn]
+    return shown
+
+
+def _joined(messages: Sequence[JsonObject]) -> list[JsonObject]:
+    """One message with the text of all of them."""
+    return [{**messages[0], "content": "\n\n".join(message["content"] for message in messages)}] if messages else []
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from manege.rendering.base import LiveParser, ParsedReply
 
-__all__ = ["Detokeniser", "LiveText", "StopCut", "TokenizerText", "cut", "num_open", "whole_reply"]
+__all__ = ["Detokeniser", "LiveText", "StopCut", "cut", "num_open", "whole_reply"]
 
 _BROKEN = "\ufffd"
 """What decoders write for bytes that are no character (yet)."""
@@ -129,31 +129,6 @@ class LiveText:
     @property
     def stopped_by(self) -> str | None:
         return self._stop.found
-
-
-class TokenizerText:
-    """What the renderers share: plain text to ids and back."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self.vocab_size = tokenizer.get_vocab_size(with_added_tokens=True)
-        self._added = {index: token.content for index, token in tokenizer.get_added_tokens_decoder().items()}
-        self._special = {
-            index: token.content for index, token in tokenizer.get_added_tokens_decoder().items() if token.special
-        }
-
-    def encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return whole_reply(self.live_text(), ids).content
-
-    def _is_thinking(self, prompt_ids: Sequence[int]) -> bool:
-        """Whether the prompt ends by opening a thought."""
-        return self._tokenizer.decode(list(prompt_ids[-8:]), skip_special_tokens=False).rstrip().endswith("<think>")
-
-    def live_text(self, *, stop: Sequence[str] = ()) -> LiveParser:
-        return LiveText(Detokeniser(self._tokenizer, self._special), stop)
 
 
 def whole_reply(parser: LiveParser, ids: Sequence[int]) -> ParsedReply:
