@@ -14,14 +14,15 @@ from manege.sandbox.syscalls import ARCH, PR_SET_NO_NEW_PRIVS, drop_capabilities
 
 __all__ = ["Policy", "apply"]
 
-# Files of /etc are listed one by one: host keys and password hashes lie there too.
+# Files of /etc are listed one by one: host keys and password hashes lie there too. Of /proc/self, the first program of
+# an agent gets `maps`: JavaScript engines abort when they cannot find their stack there.
 # fmt: off
 _SYSTEM = (
     "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/opt",
     "/etc/alternatives", "/etc/ca-certificates", "/etc/group", "/etc/hosts", "/etc/ld.so.cache", "/etc/localtime",
     "/etc/magic", "/etc/mime.types", "/etc/nsswitch.conf", "/etc/passwd", "/etc/pki/tls", "/etc/resolv.conf",
     "/etc/ssl/certs", "/etc/ssl/openssl.cnf", "/etc/terminfo",
-    "/proc/cpuinfo", "/proc/meminfo", "/proc/stat", "/sys/devices/system/cpu",
+    "/proc/cpuinfo", "/proc/meminfo", "/proc/self/maps", "/proc/stat", "/sys/devices/system/cpu",
 )
 _DEVICES = ("/dev/full", "/dev/null", "/dev/random", "/dev/urandom", "/dev/zero")
 # fmt: on
