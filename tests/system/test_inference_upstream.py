@@ -1,14 +1,12 @@
 """The client and the server of the token wire, over a real socket."""
 
 import asyncio
-from contextlib import asynccontextmanager
+import json
+from contextlib import aclosing, asynccontextmanager
 
 import anyio
 import httpx
 import pytest
-from starlette.applications import Starlette
-from starlette.responses import JSONResponse
-from starlette.routing import Route
 
 from manege.engine.base import Sampling, Weights, collect
 from manege.engine.scripted import ScriptedEngine, hashed_reply
@@ -67,12 +65,26 @@ async def test_upstream_gives_what_the_engine_behind_it_sampled(app, direct, has
     assert (found.spans, found.finish_reason) == (expected.spans, FinishReason.LENGTH)
 
 
-async def test_closing_the_iterator_stops_the_engine_behind_it(app, direct):
+@pytest.mark.parametrize("is_paused", [False, True], ids=["while sampling", "while paused"])
+async def test_closing_the_iterator_stops_the_engine_behind_it(app, direct, is_paused):
+    async with upstream_of(app) as engine:
+        async with aclosing(engine.generate(PROMPT, Sampling(max_new_tokens=50))) as chunks:
+            await anext(chunks)
+            assert direct.num_running == 1
+            if is_paused:
+                await direct.pause()
+        with anyio.fail_after(1):
+            await until(lambda: direct.num_running == 0)
+
+
+async def test_cancelling_a_reader_that_has_no_token_yet_stops_the_engine_behind_it(app, direct):
+    await direct.pause()
     async with upstream_of(app) as engine:
         reading = asyncio.create_task(collect(engine.generate(PROMPT, Sampling(max_new_tokens=50))))
         await until(lambda: direct.num_running == 1)
         reading.cancel()
-        await until(lambda: direct.num_running == 0)
+        with anyio.fail_after(1):
+            await until(lambda: direct.num_running == 0)
 
 
 async def test_weights_change_in_the_middle_of_an_answer(app, direct):
@@ -125,34 +137,26 @@ async def test_engine_that_fails_behind_its_server(app, direct):
             await collect(engine.generate(PROMPT, Sampling(max_new_tokens=1)))
 
 
-@pytest.mark.parametrize(
-    "choice",
-    [
-        {"finish_reason": "stop", "text": "Hi"},
-        {"finish_reason": "stop", "token_ids": [1, 2], "logprobs": {"content": [{"logprob": -1.0}]}},
-        {"finish_reason": "stop", "token_ids": [1, 2], "logprobs": None},
-        {"finish_reason": "stop", "token_ids": [1], "logprobs": {"content": [{"logprob": -9999.0}]}},
-    ],
-    ids=["no ids", "too few log-probabilities", "no log-probabilities", "unknown log-probability"],
-)
-async def test_answer_without_its_ids_or_logprobs_is_an_error(choice):
-    async def models(request):
-        return JSONResponse({"data": [{"id": "m", "max_model_len": 64}]})
+async def test_connections_are_used_again(app, direct):
+    ports = set()
 
-    async def weight_info(request):
-        return JSONResponse({"weight_version": "default"})
+    async def noting(scope, receive, send):
+        ports.add(scope["client"][1])
+        await app(scope, receive, send)
 
-    async def generate(request):
-        return JSONResponse({"choices": [choice]})
+    async with upstream_of(noting) as engine:
+        for _ in range(5):
+            await collect(engine.generate(PROMPT, Sampling(max_new_tokens=2)))
+    assert len(ports) == 1
 
-    routes = [
-        Route("/v1/models", models),
-        Route("/weight_info", weight_info),
-        Route("/inference/v1/generate", generate, methods=["POST"]),
-    ]
-    async with upstream_of(Starlette(routes=routes)) as engine:
-        with pytest.raises(EngineError, match="log-probabilit"):
-            await collect(engine.generate(PROMPT, Sampling(max_new_tokens=1)))
+
+async def test_an_engine_that_fails_during_an_answer_says_so_through_the_stream(app, direct):
+    async with upstream_of(app) as engine:
+        chunks = engine.generate(PROMPT, Sampling(max_new_tokens=40))
+        await anext(chunks)
+        await direct.close()
+        with pytest.raises(EngineError, match=r"failed during an answer.*closed during a generation"):
+            await collect(chunks)
 
 
 @pytest.mark.parametrize(
@@ -162,6 +166,7 @@ async def test_answer_without_its_ids_or_logprobs_is_an_error(choice):
         ("/inference/v1/generate", "{", "not valid JSON"),
         ("/inference/v1/generate", "{}", "token_ids is None"),
         ("/inference/v1/generate", '{"token_ids": [1], "sampling_params": {"temperature": "hot"}}', "cannot be read"),
+        ("/v1/completions", '{"prompt": [1], "structured_outputs": {"choice": ["a"]}}', "structured_outputs is"),
         ("/pause?mode=abort", "{}", "mode=keep"),
         ("/collective_rpc", '{"method": "sleep"}', "only reload_weights"),
         ("/update_weight_version", '{"new_version": "1"}', "no weights to load"),
@@ -176,7 +181,21 @@ async def test_server_refuses_nonsense_clearly(app, path, body, message):
 
 async def test_text_prompt_is_served_too(app):
     async with Server(app) as server, httpx.AsyncClient(base_url=server.url, trust_env=False) as http:
-        response = await http.post("/v1/completions", json={"prompt": "Hi", "max_tokens": 2})
+        body = {"prompt": "Hi", "max_tokens": 2, "return_token_ids": True}
+        response = await http.post("/v1/completions", json=body)
     choice = response.json()["choices"][0]
     assert choice["prompt_token_ids"] == [72, 105]
     assert choice["text"] == str(choice["token_ids"])
+
+
+async def test_streamed_text_never_breaks_a_character():
+    text = "naïve 日本語 🙂 ok"
+    engine = ScriptedEngine(lambda prompt: list(text.encode()), chunk_size=2)
+    app = engine_app(engine, encode=list, decode=lambda ids: bytes(ids).decode(errors="replace"))
+    async with Server(app) as server, httpx.AsyncClient(base_url=server.url, trust_env=False) as http:
+        body = {"prompt": [1], "max_tokens": 100, "stream": True}
+        response = await http.post("/v1/completions", json=body)
+    *events, done = response.text.strip().split("\n\n")
+    parts = [json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in events]
+    assert ("".join(parts), done) == (text, "data: [DONE]")
+    assert len(parts) > 10

@@ -73,7 +73,8 @@ class TextForm:
 
     def _text(self, ids: Sequence[int], is_last: bool) -> str:
         self._kept += ids
-        before, text = self._decode(self._given), self._decode([*self._given, *self._kept])
+        before = self._decode(self._given) if self._given else ""
+        text = self._decode([*self._given, *self._kept])
         if text.endswith("\ufffd") and not is_last:
             return ""
         self._given, self._kept = self._kept, []
