@@ -19,6 +19,7 @@ from manege.gateway.hold import Gate
 from manege.gateway.leases import lease_routes
 from manege.gateway.metrics import Counters
 from manege.gateway.models import model_routes
+from manege.gateway.openapi import description_routes
 from manege.gateway.pool import EnginePool
 from manege.gateway.proxy import proxy_routes
 from manege.gateway.rollouts import rollout_routes
@@ -68,6 +69,7 @@ def create_app(
         *model_routes(services),
         *proxy_routes(services),
         *agent_routes(services),
+        *description_routes(),
     ]
     app = Starlette(routes=routes, exception_handlers=error_handlers)
     app.state.services = services

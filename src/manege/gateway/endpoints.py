@@ -8,6 +8,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from manege.errors import ManegeError, NotFoundError
+from manege.gateway.declare import answers
 from manege.gateway.inference import ModelCalls, TokenCounts, error_response
 from manege.gateway.services import Services
 from manege.http import answer
@@ -96,6 +97,7 @@ def _models(services: Services, protocol: WireProtocol | None) -> Callable[[Requ
     return models
 
 
+@answers(426, "text/plain")
 async def _no_websocket(_request: Request) -> Response:
     """Codex tries a WebSocket first and falls back to HTTP at once when it is told so."""
     return PlainTextResponse("WebSockets are not served here; use POST with server-sent events", 426)

@@ -48,8 +48,8 @@ class _ListQuery(_Query):
 
 class _TerminalQuery(_Query):
     run: RunId | None = None
-    after: Position = 0
-    """The cursor of the page before."""
+    after: Annotated[int, Field(ge=-1, lt=2**63)] = 0
+    """The cursor of the page before; -1: from the start."""
     limit: Limit = 500
     wait_s: Annotated[float, Field(ge=0, le=300)] = 0
 
