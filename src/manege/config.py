@@ -31,6 +31,7 @@ __all__ = [
     "TasksConfig",
     "TrainConfig",
     "load_config",
+    "override",
     "parse_config",
 ]
 
@@ -303,12 +304,17 @@ def load_config(path: Path, overrides: Sequence[str] = (), *, quick: bool = Fals
             raise ConfigError(f"--quick: run file {path} has no [quick] table; add one with dotted overrides")
         for key, value in tree["quick"].items():
             _assign(tree, key, value)
-    for override in overrides:
-        key, found, text = override.partition("=")
-        if not found:
-            raise ConfigError(f"override {override!r} is not of the form section.key=value")
-        _assign(tree, key.strip(), _toml_value(text.strip()))
+    override(tree, overrides)
     return parse_config(tree, source=str(path))
+
+
+def override(tree: dict[str, Any], overrides: Sequence[str]) -> None:
+    """Apply `section.key=value` to a config tree in place. Raises ConfigError."""
+    for item in overrides:
+        key, found, text = item.partition("=")
+        if not found:
+            raise ConfigError(f"override {item!r} is not of the form section.key=value")
+        _assign(tree, key.strip(), _toml_value(text.strip()))
 
 
 def parse_config(tree: dict[str, Any], *, source: str = "config") -> RunConfig:

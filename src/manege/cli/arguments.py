@@ -16,9 +16,9 @@ from manege.errors import ConfigError
 __all__ = ["add_gateway_arguments", "add_run_arguments", "connect", "read_run", "scratch_folder"]
 
 
-def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    """A run file and what changes it."""
-    parser.add_argument("run_file", type=Path, help="the run's TOML file")
+def add_run_arguments(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
+    """A run file, which may be `optional`, and what changes it."""
+    parser.add_argument("run_file", type=Path, nargs="?" if optional else None, help="the run's TOML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="for example train.steps=3 model.path=FOLDER")
     parser.add_argument("--quick", action="store_true", help="apply the run file's [quick] table first")
     parser.add_argument("--unsafe", action="store_true", help="run agents even where this machine cannot isolate them")
