@@ -38,7 +38,7 @@ async def forward(url, asked=None, *, emit=None, **sampling):
     """One call, on an engine of its own."""
     engine = MessagesEngine(f"{url}/v1/", version=5)
     sampling = Sampling(**{"max_new_tokens": 32, **sampling})
-    source = MessagesSource(asked or request(), sampling=sampling, call_id="c", emit=emit or (lambda _: None))
+    source = MessagesSource(asked or request(), sampling=sampling, emit=emit or (lambda _: None))
     try:
         return await source.run(engine, "m")
     finally:
@@ -211,9 +211,7 @@ async def test_a_stream_that_does_not_end_well_is_a_clear_error(said, reason):
 async def test_what_was_sampled_of_a_broken_stream_is_kept():
     async with raw_server(BROKEN) as url:
         engine = MessagesEngine(url)
-        source = MessagesSource(
-            request(stream=True), sampling=Sampling(max_new_tokens=9), call_id="c", emit=lambda _: None
-        )
+        source = MessagesSource(request(stream=True), sampling=Sampling(max_new_tokens=9), emit=lambda _: None)
         with pytest.raises(EngineError):
             await source.run(engine, "m")
         await engine.close()

@@ -5,6 +5,7 @@ stream, with the sampling that was admitted and with what makes it tell its ids.
 choose otherwise (a model's `generation_config`) is stated, so that training samples from the policy itself.
 """
 
+import secrets
 from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from manege.engine.messages import ChatIds, MessagesEngine
 from manege.errors import ContextOverflowError
 from manege.protocols.base import AskedSampling, InvalidRequest, ModelRequest, ReplyDelta
 from manege.protocols.chat_upstream import UpstreamReply, chat_body
-from manege.types import CallId, FinishReason, IntArray, JsonObject, VersionSpan
+from manege.types import FinishReason, IntArray, JsonObject, VersionSpan
 
 __all__ = ["Forwarded", "MessagesSource", "sampling_fields"]
 
@@ -46,9 +47,7 @@ class Forwarded:
 class MessagesSource:
     """One choice of one request. `run` may be called again, on another engine, until `has_begun`."""
 
-    def __init__(
-        self, request: ModelRequest, *, sampling: Sampling, call_id: CallId, emit: Callable[[ReplyDelta], None]
-    ) -> None:
+    def __init__(self, request: ModelRequest, *, sampling: Sampling, emit: Callable[[ReplyDelta], None]) -> None:
         """`emit` gets the parts of a streamed answer. Raises InvalidRequest for a text completion."""
         if request.prompt is not None:
             raise InvalidRequest(
@@ -57,7 +56,6 @@ class MessagesSource:
             )
         self._request = request
         self._sampling = sampling
-        self._call_id = call_id
         self._send = emit
         self._read: tuple[MessagesEngine, ChatIds, UpstreamReply] | None = None
         self.has_begun = False
@@ -82,7 +80,7 @@ class MessagesSource:
         return self._forwarded(is_complete=False) if self.has_begun else None
 
     async def _ask(self, engine: MessagesEngine, body: dict[str, Any]) -> Forwarded:
-        ids, reply = ChatIds(engine.url), UpstreamReply(call_id=self._call_id)
+        ids, reply = ChatIds(engine.url), UpstreamReply(call_id=secrets.token_hex(12))
         self._read = engine, ids, reply
         if self._request.stream:
             body = {**body, "stream": True, "stream_options": {"include_usage": True}}

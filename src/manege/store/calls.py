@@ -9,73 +9,161 @@ prompt is stored whole. A rollout of T turns thus costs O(T) tokens, and reading
 """
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import orjson
-from sqlalchemy import Connection, Row, and_, bindparam, insert, select, update
+from sqlalchemy import Connection, Row, and_, bindparam, select
 
-from manege.errors import ConflictError, NotFoundError
+from manege.errors import ConflictError, ManegeError, NotFoundError
+from manege.store.changes import changed_rollouts
 from manege.store.codec import call_record, dumps, floats, ids, make_call
 from manege.store.tables import calls, rollouts
 from manege.types import TERMINAL, Call, CallId, Delivered, IntArray, RolloutId
 
-__all__ = ["add", "of_rollouts", "set_delivered"]
+__all__ = ["Addition", "CallWriter", "of_rollouts", "set_delivered"]
 
+MAX_KNOWN = 4096
+"""Attempts and contexts that the writer remembers: more than run at once, at some hundred bytes each."""
 
-# Built once: composing a statement costs more than running it, and two of these run per model call.
+# Built once: composing a statement costs more than running it.
 _ATTEMPT = select(rollouts.c.state, rollouts.c.attempt).where(rollouts.c.id == bindparam("rollout_id"))
 _PARENT = select(calls.c.context_len, calls.c.context_hash).where(
     calls.c.id == bindparam("parent"),
     calls.c.rollout_id == bindparam("rollout_id"),
     calls.c.attempt == bindparam("attempt"),
 )
-_INSERT = insert(calls)
-_SET_DELIVERED = update(calls).where(calls.c.id == bindparam("call_id")).values(delivered=bindparam("value"))
 _OF_ROLLOUT = (
     select(calls)
     .join(rollouts, and_(calls.c.rollout_id == rollouts.c.id, calls.c.attempt == rollouts.c.attempt))
     .where(rollouts.c.id == bindparam("rollout_id"))
     .order_by(calls.c.seq)
 )
+_COLUMNS = [column.name for column in calls.columns if column.name != "seq"]
+# As text and with plain tuples: SQLAlchemy's own handling of parameters costs more per row than SQLite's insert.
+_INSERT = f"INSERT INTO {calls.name} ({', '.join(_COLUMNS)}) VALUES ({', '.join('?' * len(_COLUMNS))})"
+_SET_DELIVERED = f"UPDATE {calls.name} SET delivered = ? WHERE id = ?"
 
 
-def add(connection: Connection, call: Call) -> None:
-    """Raises NotFoundError for an unknown rollout, ConflictError once its attempt is over."""
-    row = connection.execute(_ATTEMPT, {"rollout_id": call.rollout_id}).one_or_none()
-    if row is None:
-        raise NotFoundError(f"rollout {call.rollout_id!r} of call {call.id} does not exist")
-    if row.state in TERMINAL or row.attempt != call.attempt:
-        raise ConflictError(
-            f"call {call.id}: attempt {call.attempt} of rollout {call.rollout_id} is over ({row.state})"
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Addition:
+    """A call to keep."""
+
+    call: Call
+    num_shared: int | None
+    """Leading tokens that are the parent's prompt + response and that `call.prompt_ids_P` leaves out, because the
+    caller knows them; None: the prompt is whole, and the parent's tokens are looked for in it."""
+
+
+class CallWriter:
+    """Adds calls, many at a time, without asking the database what the one writer knows already: which attempts are
+    open, and what contexts recent calls have. Lives in the writer's thread."""
+
+    def __init__(self) -> None:
+        self._open: OrderedDict[RolloutId, int] = OrderedDict()
+        self._contexts: OrderedDict[CallId, tuple[RolloutId, int, int, bytes]] = OrderedDict()
+
+    def add(self, connection: Connection, additions: Sequence[Addition]) -> list[ManegeError | None]:
+        """Per call: None, NotFoundError for an unknown rollout, ConflictError once its attempt is over."""
+        results: list[ManegeError | None] = []
+        rows: list[tuple[Any, ...]] = []
+        self.forget(changed_rollouts(connection))
+        for addition in additions:
+            call = addition.call
+            try:
+                self._check_open(connection, call)
+                rows.append(self._row(connection, addition))
+                results.append(None)
+            except (ConflictError, NotFoundError) as refusal:
+                results.append(refusal)
+        if rows:
+            connection.exec_driver_sql(_INSERT, rows)
+        return results
+
+    def forget(self, changed: Collection[RolloutId] | None) -> None:
+        """These rollouts may have changed their state; None: what was written last was undone."""
+        if changed is None:
+            self._open.clear()
+            self._contexts.clear()
+        for rollout_id in changed or ():
+            self._open.pop(rollout_id, None)
+
+    def _check_open(self, connection: Connection, call: Call) -> None:
+        if self._open.get(call.rollout_id) == call.attempt:
+            return
+        row = connection.execute(_ATTEMPT, {"rollout_id": call.rollout_id}).one_or_none()
+        if row is None:
+            raise NotFoundError(f"rollout {call.rollout_id!r} of call {call.id} does not exist")
+        if row.state in TERMINAL or row.attempt != call.attempt:
+            raise ConflictError(
+                f"call {call.id}: attempt {call.attempt} of rollout {call.rollout_id} is over ({row.state})"
+            )
+        _remember(self._open, call.rollout_id, call.attempt)
+
+    def _row(self, connection: Connection, addition: Addition) -> tuple[Any, ...]:
+        call, prompt_ids_P = addition.call, addition.call.prompt_ids_P
+        if addition.num_shared is None:
+            num_shared, context_hash = self._shared(connection, call)
+            context_len = len(prompt_ids_P) + len(call.response_ids_R)
+            prompt_ids_P = prompt_ids_P[num_shared:]
+        else:
+            num_shared, context_hash = addition.num_shared, b""
+            context_len = num_shared + len(prompt_ids_P) + len(call.response_ids_R)
+        _remember(self._contexts, call.id, (call.rollout_id, call.attempt, context_len, context_hash))
+        return (
+            call.id,
+            call.rollout_id,
+            call.attempt,
+            call.parent,
+            num_shared,
+            _bytes(prompt_ids_P),
+            _bytes(call.response_ids_R),
+            call.logprobs_R.astype("<f4", copy=False).tobytes(),
+            context_len,
+            context_hash,
+            dumps(call_record(call)),
+            call.delivered,
         )
-    num_shared = _num_shared(connection, call)
-    context = np.concatenate([call.prompt_ids_P, call.response_ids_R])
-    connection.execute(
-        _INSERT,
-        {
-            "id": call.id,
-            "rollout_id": call.rollout_id,
-            "attempt": call.attempt,
-            "parent": call.parent,
-            "num_shared": num_shared,
-            "prompt": _bytes(call.prompt_ids_P[num_shared:]),
-            "response": _bytes(call.response_ids_R),
-            "logprobs": call.logprobs_R.astype("<f4", copy=False).tobytes(),
-            "context_len": len(context),
-            "context_hash": _hash(context),
-            "record": dumps(call_record(call)),
-            "delivered": call.delivered,
-        },
-    )
+
+    def _shared(self, connection: Connection, call: Call) -> tuple[int, bytes]:
+        """Leading tokens of the prompt that the parent holds already, 0 when it is not its prefix; and the hash of the
+        call's context. Everything is hashed once."""
+        hasher = hashlib.blake2b(digest_size=16)
+        prompt, num_shared = _bytes(call.prompt_ids_P), 0
+        length, parent_hash = self._context(connection, call)
+        if 0 < length <= len(call.prompt_ids_P):
+            hasher.update(prompt[: 4 * length])
+            num_shared = length if hasher.digest() == parent_hash else 0
+        else:
+            length = 0
+        hasher.update(prompt[4 * length :])
+        hasher.update(_bytes(call.response_ids_R))
+        return num_shared, hasher.digest()
+
+    def _context(self, connection: Connection, call: Call) -> tuple[int, bytes]:
+        """Length and hash of the parent's context; 0 when there is none of this attempt."""
+        if call.parent is None:
+            return 0, b""
+        if known := self._contexts.get(call.parent):
+            return known[2:] if known[:2] == (call.rollout_id, call.attempt) else (0, b"")
+        key = {"parent": call.parent, "rollout_id": call.rollout_id, "attempt": call.attempt}
+        parent = connection.execute(_PARENT, key).one_or_none()
+        return (0, b"") if parent is None else (parent.context_len, parent.context_hash)
 
 
-def set_delivered(connection: Connection, call_id: CallId, delivered: Delivered) -> None:
-    """Raises NotFoundError."""
-    changed = connection.execute(_SET_DELIVERED, {"call_id": call_id, "value": delivered})
-    if changed.rowcount == 0:
-        raise NotFoundError(f"call {call_id!r} does not exist")
+def set_delivered(connection: Connection, notes: Sequence[tuple[CallId, Delivered]]) -> list[ManegeError | None]:
+    """Per note: None, or NotFoundError."""
+    rows = [(delivered, call_id) for call_id, delivered in notes]
+    if connection.exec_driver_sql(_SET_DELIVERED, rows).rowcount == len(rows):
+        return [None] * len(rows)
+    found = [connection.exec_driver_sql(_SET_DELIVERED, row).rowcount for row in rows]
+    return [
+        None if number else NotFoundError(f"call {row[1]!r} does not exist")
+        for row, number in zip(rows, found, strict=True)
+    ]
 
 
 def of_rollouts(connection: Connection, rollout_ids: Sequence[RolloutId]) -> Mapping[RolloutId, Sequence[Call]]:
@@ -87,18 +175,6 @@ def of_rollouts(connection: Connection, rollout_ids: Sequence[RolloutId]) -> Map
             known[row.id] = _to_call(row, known)
         found[rollout_id] = list(known.values())
     return found
-
-
-def _num_shared(connection: Connection, call: Call) -> int:
-    """Leading tokens of the prompt that the parent holds already; 0 when it is not its prefix."""
-    if call.parent is None:
-        return 0
-    key = {"parent": call.parent, "rollout_id": call.rollout_id, "attempt": call.attempt}
-    parent = connection.execute(_PARENT, key).one_or_none()
-    if parent is None or len(call.prompt_ids_P) < parent.context_len:
-        return 0
-    prefix = call.prompt_ids_P[: parent.context_len]
-    return parent.context_len if _hash(prefix) == parent.context_hash else 0
 
 
 def _to_call(row: Row[Any], known: Mapping[str, Call]) -> Call:
@@ -116,5 +192,8 @@ def _bytes(ids_T: IntArray) -> bytes:
     return ids_T.astype("<i4", copy=False).tobytes()
 
 
-def _hash(ids_T: IntArray) -> bytes:
-    return hashlib.blake2b(_bytes(ids_T), digest_size=16).digest()
+def _remember(known: "OrderedDict[Any, Any]", key: Any, value: Any) -> None:
+    known[key] = value
+    known.move_to_end(key)
+    if len(known) > MAX_KNOWN:
+        known.popitem(last=False)

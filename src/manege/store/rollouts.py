@@ -15,6 +15,7 @@ from sqlalchemy import Connection, Row, Select, and_, bindparam, delete, insert,
 
 from manege.errors import ConflictError, NotFoundError
 from manege.store.base import Ending
+from manege.store.changes import note_change
 from manege.store.codec import SPEC, dumps
 from manege.store.tables import calls, counters, events, rollouts
 from manege.types import TERMINAL, TRANSITIONS, JsonObject, Outcome, Rollout, RolloutId, RolloutSpec, RolloutState
@@ -156,6 +157,7 @@ def remove(connection: Connection, rollout_id: RolloutId) -> None:
     connection.execute(delete(calls).where(calls.c.rollout_id == rollout_id))
     connection.execute(delete(events).where(events.c.rollout_id == rollout_id))
     connection.execute(delete(rollouts).where(rollouts.c.id == rollout_id))
+    note_change(connection, rollout_id)
 
 
 def count(connection: Connection, name: str) -> int:
@@ -229,6 +231,7 @@ def _posted_reward(connection: Connection, rollout: Rollout) -> float | None:
 
 def _set(connection: Connection, rollout_id: RolloutId, **values: Any) -> None:
     connection.execute(update(rollouts).where(rollouts.c.id == rollout_id).values(**values))
+    note_change(connection, rollout_id)
 
 
 def _refused(rollout: Rollout, state: RolloutState) -> ConflictError:

@@ -10,6 +10,7 @@ only one database knows in `dialect.py`.
 import asyncio
 import sqlite3
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, fields
@@ -44,6 +45,8 @@ __all__ = ["SqlStore"]
 
 NUM_READERS = 4
 """Threads that read; SQLite gains nothing from more."""
+MAX_RUNNING = 1024
+"""Running rollouts that are remembered: as many as one gateway serves at once."""
 
 T = TypeVar("T")
 
@@ -56,7 +59,10 @@ class SqlStore:
         self._reading = reading
         self._url = url
         self._clock = clock
-        self._writer = Writer(writing, url)
+        self._calls = calls.CallWriter()
+        self._writer = Writer(writing, url, written=self._calls.forget, committed=self._changed)
+        self._running: OrderedDict[RolloutId, Rollout] = OrderedDict()
+        self._num_changes = 0
         self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="manege-store-reader")
 
     @classmethod
@@ -101,8 +107,18 @@ class SqlStore:
         return await self._write(lambda connection: rollouts.create(connection, specs, self._clock()))
 
     async def get_rollout(self, rollout_id: RolloutId) -> Rollout:
-        """Raises NotFoundError."""
-        return await self._read(lambda connection: rollouts.get(connection, rollout_id))
+        """Raises NotFoundError. Running ones are remembered, since every model call asks for its own."""
+        if rollout := self._running.get(rollout_id):
+            self._running.move_to_end(rollout_id)
+            return rollout
+        num_changes = self._num_changes
+        rollout = await self._read(lambda connection: rollouts.get(connection, rollout_id))
+        # What was read before a commit that we have learnt of is old.
+        if rollout.state is RolloutState.RUNNING and num_changes == self._num_changes:
+            self._running[rollout_id] = rollout
+            if len(self._running) > MAX_RUNNING:
+                self._running.popitem(last=False)
+        return rollout
 
     async def list_rollouts(
         self, *, run: RunId | None = None, state: RolloutState | None = None, limit: int = 50, offset: int = 0
@@ -169,12 +185,18 @@ class SqlStore:
         await self._write(lambda connection: rollouts.remove(connection, rollout_id))
 
     async def add_call(self, call: Call) -> None:
-        """Keep a call. The prompt is stored as what it adds to its parent."""
-        await self._write(lambda connection: calls.add(connection, call))
+        """Keep a call. The prompt is stored as what it adds to its parent. Raises NotFoundError for an unknown rollout,
+        ConflictError once its attempt is over."""
+        await self._writer.submit_item(self._calls.add, calls.Addition(call=call, num_shared=None))
+
+    async def add_continued_call(self, call: Call, num_shared: int) -> None:
+        """The same for a caller that knows the parent's tokens: `call.prompt_ids_P` holds only the ids after the first
+        `num_shared`, which are the parent's prompt + response."""
+        await self._writer.submit_item(self._calls.add, calls.Addition(call=call, num_shared=num_shared))
 
     async def set_delivered(self, call_id: CallId, delivered: Delivered) -> None:
-        """Note whether the agent got the answer."""
-        await self._write(lambda connection: calls.set_delivered(connection, call_id, delivered))
+        """Note whether the agent got the answer. Raises NotFoundError."""
+        await self._writer.submit_item(calls.set_delivered, (call_id, delivered))
 
     async def calls(self, rollout_ids: Sequence[RolloutId]) -> Mapping[RolloutId, Sequence[Call]]:
         """The calls of the last attempt of each rollout, in the order in which they were answered."""
@@ -223,6 +245,11 @@ class SqlStore:
                 connection.execute(insert(table).values(key=key, value=text))
 
         await self._write(write)
+
+    def _changed(self, changed: frozenset[RolloutId]) -> None:
+        self._num_changes += bool(changed)
+        for rollout_id in changed:
+            self._running.pop(rollout_id, None)
 
     async def _write(self, operation: Callable[[Connection], T]) -> T:
         return await self._writer.submit(operation)

@@ -1,17 +1,20 @@
 """The one writer: a thread that puts many pending writes into one commit.
 
 An operation is a function of a connection inside a transaction. Each runs in a savepoint, so that one that raises (a
-conflict, an unknown rollout, a duplicate) is undone alone. Futures are resolved only after the commit, so a caller that
-goes on has a durable write. When the database itself fails (disk full, locked) the whole group is rolled back and every
-caller gets StoreError; the next group tries anew, so the store recovers when the cause goes.
+conflict, an unknown rollout, a duplicate) is undone alone. Neighbours that are submitted for the same `many` function
+run in one savepoint and as one operation, and one by one only if that fails. Futures are resolved only after the
+commit, so a caller that goes on has a durable write. When the database itself fails (disk full, locked) the whole group
+is rolled back and every caller gets StoreError; the next group tries anew, so the store recovers when the cause goes.
 
-Operations run in the order of submission, and their commits become visible in that order.
+Operations run in the order of submission, and their commits become visible in that order; only operations of different
+`many` functions may overtake each other within a commit.
 """
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
@@ -20,28 +23,47 @@ from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from manege.errors import StoreError
+from manege.store.changes import take_changes
 from manege.store.dialect import explain
+from manege.types import RolloutId
 
-__all__ = ["Writer"]
+__all__ = ["Many", "Writer"]
 
 MAX_GROUP = 256
 """Operations in one commit: bounds how long the first of them waits for the last."""
 
 T = TypeVar("T")
 
+Operation = Callable[[Connection], Any]
+Many = Callable[[Connection, Sequence[Any]], Sequence[Any]]
+"""One result, or exception, per item."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    operation: Callable[[Connection], Any]
+    operation: Operation | None
+    """None: `item` is for `many`."""
     future: asyncio.Future[Any]
+    many: Many | None = None
+    item: Any = None
 
 
 class Writer:
     """Belongs to the event loop that made it."""
 
-    def __init__(self, engine: Engine, url: str | Path) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        url: str | Path,
+        *,
+        written: Callable[[frozenset[RolloutId] | None], None],
+        committed: Callable[[frozenset[RolloutId]], None],
+    ) -> None:
+        """Both get the rollouts that a group of writes changed: `written` in the writer's thread at the end of the
+        group, None if it was undone; `committed` in the event loop after the commit, before anyone learns of it."""
         self._engine = engine
         self._url = url
+        self._written, self._committed = written, committed
         self._loop = asyncio.get_running_loop()
         self._queue: SimpleQueue[_Pending | None] = SimpleQueue()
         self._closed = False
@@ -50,11 +72,17 @@ class Writer:
 
     async def submit(self, operation: Callable[[Connection], T]) -> T:
         """Run an operation and return its result once it is durable. Raises what it raised, or StoreError."""
+        return await self._submit(_Pending(operation, self._loop.create_future()))
+
+    async def submit_item(self, many: Many, item: Any) -> Any:
+        """The same for one item of an operation on many."""
+        return await self._submit(_Pending(None, self._loop.create_future(), many, item))
+
+    async def _submit(self, pending: _Pending) -> Any:
         if self._closed:
             raise StoreError("the store is closed; nothing can be written any more")
-        future: asyncio.Future[T] = self._loop.create_future()
-        self._queue.put(_Pending(operation, future))
-        return await future
+        self._queue.put(pending)
+        return await pending.future
 
     async def close(self) -> None:
         """Finish what was submitted and end the thread."""
@@ -75,22 +103,63 @@ class Writer:
                     last = True
                 else:
                     group.append(pending)
-            results = self._commit(group)
-            self._loop.call_soon_threadsafe(_resolve, group, results)
+            results, changed = self._commit(group)
+            self._loop.call_soon_threadsafe(self._resolve, results, changed)
             if last:
                 return
 
-    def _commit(self, group: list[_Pending]) -> list[Any]:
-        """The result of each operation, or the exception for its caller."""
+    def _commit(self, group: list[_Pending]) -> tuple[list[tuple[_Pending, Any]], frozenset[RolloutId]]:
+        """Each operation with its result, or the exception for its caller; and the rollouts that were changed."""
+        results: list[tuple[_Pending, Any]] = []
         try:
             with self._engine.begin() as connection:
-                return [_attempt(connection, pending.operation) for pending in group]
+                for is_single, neighbours in groupby(group, key=lambda pending: pending.operation is not None):
+                    run = list(neighbours)
+                    results += _single(connection, run) if is_single else _many(connection, run)
+                changed = take_changes(connection)
+                self._written(changed)
         except Exception as error:
             # The thread must outlive whatever the database does; every caller learns of it.
-            return [explain(error, self._url)] * len(group)
+            self._written(None)
+            failure = explain(error, self._url)
+            return [(pending, failure) for pending in group], frozenset()
+        return results, changed
+
+    def _resolve(self, results: list[tuple[_Pending, Any]], changed: frozenset[RolloutId]) -> None:
+        self._committed(changed)
+        for pending, result in results:
+            if pending.future.done():
+                continue  # The caller gave up waiting; the write stands.
+            if isinstance(result, Exception):
+                pending.future.set_exception(result)
+            else:
+                pending.future.set_result(result)
 
 
-def _attempt(connection: Connection, operation: Callable[[Connection], Any]) -> Any:
+def _single(connection: Connection, run: list[_Pending]) -> list[tuple[_Pending, Any]]:
+    return [(pending, _attempt(connection, pending.operation)) for pending in run if pending.operation is not None]
+
+
+def _many(connection: Connection, run: list[_Pending]) -> list[tuple[_Pending, Any]]:
+    results: list[tuple[_Pending, Any]] = []
+    for many in dict.fromkeys(pending.many for pending in run if pending.many is not None):
+        same = [pending for pending in run if pending.many == many]
+        together = _attempt(
+            connection, lambda connection, many=many, same=same: many(connection, [p.item for p in same])
+        )
+        if isinstance(together, Exception):
+            together = [_alone(connection, many, pending.item) for pending in same]
+        results += zip(same, together, strict=True)
+    return results
+
+
+def _alone(connection: Connection, many: Many, item: Any) -> Any:
+    result = _attempt(connection, lambda connection: many(connection, [item]))
+    return result if isinstance(result, Exception) else result[0]
+
+
+def _attempt(connection: Connection, operation: Operation) -> Any:
+    """The result, or the exception that belongs to the caller of the operation."""
     connection.exec_driver_sql("SAVEPOINT operation")
     try:
         result = operation(connection)
@@ -105,13 +174,3 @@ def _attempt(connection: Connection, operation: Callable[[Connection], Any]) -> 
         connection.exec_driver_sql("ROLLBACK TO SAVEPOINT operation")
     connection.exec_driver_sql("RELEASE SAVEPOINT operation")
     return result
-
-
-def _resolve(group: list[_Pending], results: list[Any]) -> None:
-    for pending, result in zip(group, results, strict=True):
-        if pending.future.done():
-            continue  # The caller gave up waiting; the write stands.
-        if isinstance(result, Exception):
-            pending.future.set_exception(result)
-        else:
-            pending.future.set_result(result)

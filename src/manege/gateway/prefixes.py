@@ -1,0 +1,137 @@
+"""Finds the call that a prompt continues, by its token ids alone: for engines that take messages.
+
+Per attempt, each call is known by a hash of its prompt + response. A prompt is hashed once, from left to right, with a
+stop at the length of every known call: the longest one whose hash is met is the parent. Ids are compared as the text in
+which engines send them, "1,2,3", so that a prompt need not be parsed before its parent is known, and then only what
+follows the parent is new.
+
+    call 1: prompt 1,2,3 response 4              known: hash("1,2,3,4")
+    call 2: prompt 1,2,3,4,5,6                   parent: call 1; new: 5,6
+
+Concurrency: one event loop; no await stands between a look-up and its use.
+"""
+
+import hashlib
+from bisect import insort
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import orjson
+
+from manege.gateway.continuation import MAX_ROLLOUTS
+from manege.store.sql import SqlStore
+from manege.types import Call, CallId, Delivered, IntArray, JsonObject, RolloutId
+
+__all__ = ["Known", "PrefixIndex", "PrefixIndexes", "ids_text"]
+
+_COMMA = ord(",")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """An answered call."""
+
+    call_id: CallId
+    num_tokens: int
+    """Of prompt + response."""
+    num_messages: int
+    """Of the request and its answer."""
+
+    def is_continued_by(self, messages: Sequence[JsonObject]) -> bool:
+        """Whether its answer stands among the messages where it should, so that only those after it are new."""
+        return len(messages) >= self.num_messages and messages[self.num_messages - 1]["role"] == "assistant"
+
+
+class PrefixIndex:
+    """The calls of one attempt."""
+
+    def __init__(self) -> None:
+        self._known: dict[bytes, Known] = {}
+        self._lengths: list[int] = []
+
+    def parent(self, prompt_ids: IntArray, messages: Sequence[JsonObject]) -> Known | None:
+        """The call that a prompt continues, if its messages say so too."""
+        known, _ = self.longest(ids_text(prompt_ids))
+        return known if known is not None and known.is_continued_by(messages) else None
+
+    def longest(self, ids: bytes) -> tuple[Known | None, int]:
+        """The longest call that is a proper prefix of these ids, and where in their text the new ones begin."""
+        view, hasher, start = memoryview(ids), hashlib.blake2b(digest_size=16), 0
+        found: Known | None = None
+        begin = 0
+        for length in self._lengths:
+            if length >= len(ids):
+                break
+            hasher.update(view[start:length])
+            start = length
+            if ids[length] == _COMMA and (known := self._known.get(hasher.digest())):
+                found, begin = known, length + 1
+        return found, begin
+
+    def add(self, call: Call, parent: Known | None) -> Known:
+        """Remember a call."""
+        num_messages = len(call.request["messages"]) + 1 + (parent.num_messages if parent else 0)
+        num_tokens = len(call.prompt_ids_P) + len(call.response_ids_R)
+        text = ids_text(call.prompt_ids_P) + b"," + ids_text(call.response_ids_R)
+        known = Known(call_id=call.id, num_tokens=num_tokens, num_messages=num_messages)
+        self.put(text, known)
+        return known
+
+    def put(self, ids: bytes, known: Known) -> None:
+        """Remember a call by the text of its prompt + response."""
+        key = hashlib.blake2b(ids, digest_size=16).digest()
+        if key not in self._known:
+            insort(self._lengths, len(ids))
+        self._known[key] = known
+
+    def forget(self, call_id: CallId) -> None:
+        """Take back an answer that the agent did not get: nothing continues it."""
+        self._known = {key: known for key, known in self._known.items() if known.call_id != call_id}
+
+
+class PrefixIndexes:
+    """The index of the last attempt of each rollout that is active; a cache, rebuilt from the store."""
+
+    def __init__(self, store: SqlStore) -> None:
+        self._store = store
+        self._attempts: OrderedDict[RolloutId, tuple[int, PrefixIndex]] = OrderedDict()
+
+    async def of(self, rollout_id: RolloutId, attempt: int) -> PrefixIndex:
+        """The index of an attempt."""
+        if self._get(rollout_id, attempt) is None:
+            rebuilt = await self._rebuilt(rollout_id, attempt)
+            # Whoever was first while we read has newer calls already.
+            if self._get(rollout_id, attempt) is None:
+                self._attempts[rollout_id] = attempt, rebuilt
+            if len(self._attempts) > MAX_ROLLOUTS:
+                self._attempts.popitem(last=False)
+        self._attempts.move_to_end(rollout_id)
+        return self._attempts[rollout_id][1]
+
+    def forget_call(self, call: Call) -> None:
+        """Take back an answer that the agent did not get."""
+        if index := self._get(call.rollout_id, call.attempt):
+            index.forget(call.id)
+
+    def forget(self, rollout_id: RolloutId) -> None:
+        """A rollout has ended."""
+        self._attempts.pop(rollout_id, None)
+
+    def _get(self, rollout_id: RolloutId, attempt: int) -> PrefixIndex | None:
+        known, index = self._attempts.get(rollout_id, (None, None))
+        return index if known == attempt else None
+
+    async def _rebuilt(self, rollout_id: RolloutId, attempt: int) -> PrefixIndex:
+        index = PrefixIndex()
+        known: dict[CallId, Known] = {}
+        for call in (await self._store.calls([rollout_id])).get(rollout_id, ()):
+            has_ids = len(call.prompt_ids_P) > 0 and "messages" in call.request
+            if call.attempt == attempt and has_ids and call.delivered is not Delivered.NO:
+                known[call.id] = index.add(call, known.get(call.parent) if call.parent else None)
+        return index
+
+
+def ids_text(ids_T: IntArray) -> bytes:
+    """Ids as engines write them."""
+    return orjson.dumps(ids_T.tolist())[1:-1]
