@@ -102,10 +102,10 @@ class ChatEngine:
 
 
 @asynccontextmanager
-async def chat_engine(**options):
+async def chat_engine(*, port=0, **options):
     """A ChatEngine and its root URL."""
     made = ChatEngine(**options)
-    async with Server(made.app) as server:
+    async with Server(made.app, port=port) as server:
         yield made, server.url
     await made.engine.close()
 

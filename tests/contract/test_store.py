@@ -307,3 +307,79 @@ async def test_versions_only_grow_and_runs_and_values_are_kept(store, tmp_path):
     again = await SqlStore.open(tmp_path / "store.db")
     assert (await again.policy_version(), await again.get_value("k")) == (5, {"x": None})
     await again.close()
+
+
+async def test_a_continued_call_is_kept_by_its_new_tokens_alone_and_read_whole(store):
+    await running(store, "r")
+    await store.add_call(make_call("c0", [1, 2], [3]))
+    await store.add_continued_call(make_call("c1", [4, 5], [6], parent="c0"), 3)
+    await store.add_continued_call(make_call("c2", [7], [8], parent="c1"), 6)
+    await store.add_call(make_call("c3", [1, 2, 3, 9], [10], parent="c0"))
+    await store.add_call(make_call("c4", [1, 2, 3, 9, 10, 11], [12], parent="c3"))
+    read = (await store.calls(["r"]))["r"]
+    assert [call.prompt_ids_P.tolist() for call in read] == [
+        [1, 2],
+        [1, 2, 3, 4, 5],
+        [1, 2, 3, 4, 5, 6, 7],
+        [1, 2, 3, 9],
+        [1, 2, 3, 9, 10, 11],
+    ]
+
+
+async def test_calls_in_one_commit_are_refused_one_by_one(store):
+    await running(store, "open", "ended")
+    await finish(store, "ended")
+    adding = [
+        store.add_call(make_call("c0", [1], [2], rollout="open")),
+        store.add_call(make_call("c1", [1], [2], rollout="ended")),
+        store.add_call(make_call("c2", [1], [2], rollout="never")),
+        store.add_call(make_call("c3", [1], [2], rollout="open")),
+        store.set_delivered("c9", Delivered.NO),
+    ]
+    results = await asyncio.gather(*adding, return_exceptions=True)
+    assert [type(result) for result in results] == [
+        type(None),
+        ConflictError,
+        NotFoundError,
+        type(None),
+        NotFoundError,
+    ]
+    assert [call.id for call in (await store.calls(["open"]))["open"]] == ["c0", "c3"]
+
+
+async def test_a_duplicate_fails_alone_among_calls_of_one_commit(store):
+    await running(store, "r")
+    adding = [store.add_call(make_call(name, [1], [2])) for name in ("c0", "c1", "c0", "c2")]
+    results = await asyncio.gather(*adding, return_exceptions=True)
+    assert [isinstance(result, Exception) for result in results] == [False, False, True, False]
+    assert [call.id for call in (await store.calls(["r"]))["r"]] == ["c0", "c1", "c2"]
+
+
+async def test_a_call_after_the_end_of_its_attempt_is_refused_even_in_the_same_commit(store):
+    await running(store, "r", "s")
+    await store.add_call(make_call("c0", [1], [2]))
+    results = await asyncio.gather(
+        store.add_call(make_call("c1", [1], [3])),
+        finish(store, "r", outcome=Outcome.INFRA_ERROR),
+        store.add_call(make_call("c2", [1], [4])),
+        store.add_call(make_call("c3", [1], [5], rollout="s")),
+        return_exceptions=True,
+    )
+    assert [isinstance(result, ConflictError) for result in results] == [False, False, True, False]
+
+
+async def test_a_rollout_is_read_as_it_is_after_every_change(store):
+    await running(store, "r", "s")
+    for _ in range(2):
+        assert (await store.get_rollout("r")).state is RolloutState.RUNNING
+    reading = [store.get_rollout("r") for _ in range(3)]
+    await asyncio.gather(*reading, store.cancel("r"), *[store.get_rollout("r") for _ in range(3)])
+    assert (await store.get_rollout("r")).state is RolloutState.CANCELLED
+    await store.get_rollout("s")
+    await store.renew(controller="c", rollout_ids=["s"], lease_s=0)
+    assert (await store.get_rollout("s")).state is RolloutState.QUEUING
+    await store.claim(controller="c", limit=1, lease_s=9)
+    assert (await store.get_rollout("s")).attempt == 1
+    await store.delete_rollout("s")
+    with pytest.raises(NotFoundError):
+        await store.get_rollout("s")

@@ -11,26 +11,33 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from manege.client import Client
-from manege.engine.base import Weights
+from manege.engine.base import Sampling, Weights, collect
 from manege.engine.scripted import ScriptedEngine, hashed_reply
 from manege.engine.server import engine_app
+from manege.errors import EngineError, UnavailableError, UnprocessableError
 from manege.gateway.app import create_app
+from manege.gateway.forward import MessagesSource
+from manege.gateway.members import MAX_EXTRA_CALLS
+from manege.gateway.pool import EnginePool, Registration
 from manege.gateway.server import GatewayServer, Server
 from manege.model.folder import open_folder
+from manege.protocols.base import AskedSampling, ModelRequest
 from manege.rendering.select import renderer_for
 from manege.types import RolloutSpec, Task
+from tests.chat_engine import chat_engine, raw_server
+from tests.chat_engine import http as http_answer
 from tests.conftest import OPERATOR_KEY, TINY_MODEL
 
 pytestmark = pytest.mark.anyio
 
 
 @asynccontextmanager
-async def serving_engine(letter, **options):
+async def serving_engine(letter, *, port=0, **options):
     """An engine that answers with one letter, and its endpoint."""
     renderer = renderer_for(open_folder(str(TINY_MODEL)))
     (token,) = renderer.encode(letter)
     engine = ScriptedEngine(hashed_reply(num_tokens=8, first_id=token, last_id=token), **options)
-    async with Server(engine_app(engine, encode=renderer.encode, decode=renderer.decode)) as server:
+    async with Server(engine_app(engine, encode=renderer.encode, decode=renderer.decode), port=port) as server:
         yield engine, server.url
     await engine.close()
 
@@ -59,7 +66,9 @@ async def ask(client, gateway):
 
 
 def register(http, *endpoints, **fields):
-    return http.post("/api/models", json=[{"model": "m", "endpoint": endpoint, "mode": "tokens", **fields} for endpoint in endpoints])
+    return http.post(
+        "/api/models", json=[{"model": "m", "endpoint": endpoint, "mode": "tokens", **fields} for endpoint in endpoints]
+    )
 
 
 async def versions(client):
@@ -79,18 +88,104 @@ async def test_calls_go_to_a_registered_engine_and_back_to_the_gateways_own_when
         assert await ask() == own != "x"
 
 
-async def test_the_least_busy_engine_gets_the_call(http, ask):
+@asynccontextmanager
+async def pool_of(store, *letters, mode="tokens"):
+    """A pool, and per letter an engine of its own that answers with it."""
     async with AsyncExitStack() as stack:
-        slow, slow_url = await stack.enter_async_context(serving_engine("x", token_delay_s=0.05))
-        _, fast_url = await stack.enter_async_context(serving_engine("y"))
-        await register(http, slow_url, f"{fast_url}/v1/")
-        await slow.pause()
-        first = asyncio.create_task(ask())
-        while not slow.num_running:
+        serve = serving_engine if mode == "tokens" else lambda letter: chat_engine(letters=letter * 2)
+        served = [await stack.enter_async_context(serve(letter)) for letter in letters]
+        pool = EnginePool(None, store)
+        stack.push_async_callback(pool.close)
+        await pool.register([Registration(model="m", endpoint=url, mode=mode) for _, url in served])
+        yield pool, dict(zip(letters, (engine for engine, _ in served), strict=True))
+
+
+async def letter(pool, session):
+    """Which engine answers a call of a session."""
+    if pool.mode == "messages":
+        request = ModelRequest(messages=[{"role": "user", "content": "hi"}], sampling=AskedSampling(), raw={})
+        source = MessagesSource(request, sampling=Sampling(max_new_tokens=1), emit=lambda _: None)
+        ids = (await pool.forward(source, session)).generation.ids_R.tolist()
+    else:
+        ids = (await collect(pool.generate([1, 2], Sampling(max_new_tokens=1), session))).ids_R.tolist()
+    return renderer_for(open_folder(str(TINY_MODEL))).decode(ids)
+
+
+@pytest.mark.parametrize("mode", ["tokens", "messages"])
+async def test_a_conversation_stays_on_its_engine_and_conversations_spread(store, mode):
+    async with pool_of(store, "x", "y", mode=mode) as (pool, _):
+        homes = {session: await letter(pool, session) for session in map(str, range(16))}
+        assert set(homes.values()) == {"x", "y"}
+        assert {session: await letter(pool, session) for session in homes} == homes
+
+
+async def test_an_overloaded_engine_loses_calls_to_the_idlest_one(store):
+    async with pool_of(store, "x", "y") as (pool, engines):
+        home = await letter(pool, "s")
+        (other,) = set("xy") - {home}
+        await engines[home].pause()
+        asking = [asyncio.create_task(letter(pool, "s")) for _ in range(MAX_EXTRA_CALLS + 1)]
+        while engines[home].num_running < MAX_EXTRA_CALLS + 1:
             await asyncio.sleep(0.01)
-        assert [await ask() for _ in range(3)] == ["y"] * 3
-        await slow.resume()
-        assert await first == "x"
+        assert await letter(pool, "s") == other
+        await engines[home].resume()
+        assert [await task for task in asking] == [home] * (MAX_EXTRA_CALLS + 1)
+        assert await letter(pool, "s") == home
+
+
+@pytest.mark.parametrize("mode", ["tokens", "messages"])
+async def test_a_call_of_a_lost_engine_is_tried_on_another_and_the_lost_one_is_used_again_when_it_is_back(store, mode):
+    serve = serving_engine if mode == "tokens" else lambda letter, **at: chat_engine(letters=letter * 2, **at)
+    async with AsyncExitStack() as stack:
+        _, good = await stack.enter_async_context(serve("y"))
+        pool = EnginePool(None, store)
+        stack.push_async_callback(pool.close)
+        async with serve("x") as (_, url):
+            port = int(url.rpartition(":")[2])
+            await pool.register([Registration(model="m", endpoint=each, mode=mode) for each in (url, good)])
+            homes = {session: await letter(pool, session) for session in map(str, range(16))}
+            session = next(session for session, home in homes.items() if home == "x")
+        assert [await letter(pool, session) for _ in range(3)] == ["y"] * 3
+        assert (pool.num_retried, pool.num_unhealthy) == (1, 1)
+        async with serve("x", port=port), asyncio.timeout(10):
+            while pool.num_unhealthy:
+                await asyncio.sleep(0.05)
+            assert await letter(pool, session) == "x"
+
+
+async def test_a_call_is_not_tried_again_once_it_has_begun_nor_without_another_engine(store):
+    first = b'data: {"choices":[{"delta":{"content":"h"}}]}\n\n'
+    whole = http_answer(first)
+    async with raw_server(whole) as broken, raw_server(whole) as also_broken:
+        pool = EnginePool(None, store)
+        await pool.register([Registration(model="m", endpoint=url) for url in (broken, also_broken)])
+        deltas = []
+        asked = ModelRequest(
+            messages=[{"role": "user", "content": "hi"}], stream=True, sampling=AskedSampling(), raw={}
+        )
+        source = MessagesSource(asked, sampling=Sampling(max_new_tokens=1), emit=deltas.append)
+        with pytest.raises(EngineError, match="without a finish reason"):
+            await pool.forward(source, "s")
+        assert ([delta.content for delta in deltas], pool.num_retried) == (["h"], 0)
+        await pool.close()
+    pool = EnginePool(None, store)
+    with pytest.raises(UnavailableError, match="POST /api/models"):
+        await letter(pool, "s")
+
+
+async def test_modes_are_not_mixed(store):
+    async with pool_of(store, "x") as (pool, _), chat_engine() as (_, url):
+        with pytest.raises(UnprocessableError, match="both modes cannot serve together"):
+            await pool.register([Registration(model="m", endpoint=url)])
+        await pool.clear()
+        await pool.register([Registration(model="m", endpoint=url)])
+        assert pool.mode == "messages"
+
+
+async def test_an_engine_without_a_mode_takes_messages_and_need_not_take_token_ids(http):
+    async with chat_engine() as (engine, url):
+        made = await http.post("/api/models", json=[{"model": "m", "endpoint": f"{url}/v1"}])
+        assert (made.status_code, made.json()[0]["mode"], engine.bodies) == (201, "messages", [])
 
 
 async def test_pause_weights_and_resume_reach_every_engine(http, ask, client, engine):
@@ -162,7 +257,7 @@ def not_an_engine():
 @pytest.mark.parametrize(
     ("routes", "reason"),
     [
-        (messages_only, "None token ids and None log-probabilities"),
+        (messages_only, "not a stream of events"),
         (not_an_engine, "in a shape that is not vLLM's"),
         (list, "/v1/models answered 404"),
     ],
