@@ -9,16 +9,20 @@ from typing import Any
 
 import renderers
 from renderers.base import MODEL_RENDERER_MAP, ParsedToolCall, ToolCallParseStatus
+from renderers.tagged import DEEPSEEK_V4_GRAMMAR
 from tokenizers import Tokenizer
 
 from manege.errors import ProtocolError
 from manege.rendering.base import LiveParser, ParsedReply, ToolCall
 from manege.rendering.known_live import KnownLive
+from manege.rendering.reply import THINK, THINK_END
 from manege.rendering.shared import TokenizerRenderer
 from manege.types import JsonObject
 
 __all__ = ["KnownRenderer", "is_known"]
 
+_MAX_QUESTIONS = 16
+"""To the library about one answer, on where its text stands: each takes time in proportion to the answer so far."""
 _CALLS = (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL)
 """A call of a tool that was not offered is a call: the agent answers it."""
 
@@ -36,6 +40,16 @@ class KnownRenderer(TokenizerRenderer):
         super().__init__(tokenizer)
         self._renderer = renderers.create_renderer(_TokenizerView(tokenizer, name))
         self.stop_ids = frozenset(self._renderer.get_stop_token_ids())
+        added = self._added.values()
+        # Gemma's thoughts begin with a title that the library takes away.
+        self._tags = [
+            THINK,
+            THINK_END,
+            *DEEPSEEK_V4_GRAMMAR.text_markers,
+            *(["thought\n"] if "<|channel>" in added else []),
+        ]
+        # Inkling's calls begin with a name that is text until a token behind it says otherwise.
+        self._is_live = "<|content_invoke_tool_json|>" not in added
         json_call = self._renderer.parse_response(self.encode('{"name": "f", "parameters": {}}'))
         self._is_json_call = bool(json_call.tool_calls)
 
@@ -79,7 +93,9 @@ class KnownRenderer(TokenizerRenderer):
             parse,
             added=self._added,
             special=self._special,
+            tags=self._tags,
             is_json_call=self._is_json_call,
+            max_questions=_MAX_QUESTIONS if self._is_live else 0,
             stop=stop,
         )
 

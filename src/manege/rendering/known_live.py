@@ -20,10 +20,7 @@ __all__ = ["KnownLive", "ParseIds"]
 ParseIds = Callable[[Sequence[int], bool], ParsedReply]
 """The ids, and whether they are the whole answer: then attempts at calls are part of the content."""
 
-_MAX_QUESTIONS = 16
 _MARK = "maNegeMark"
-_TEXT_TAGS = ("<think>", "</think>", "<｜DSML｜", "</｜DSML｜")
-"""Tags that are plain text in formats that the library knows."""
 
 
 class KnownLive:
@@ -36,13 +33,17 @@ class KnownLive:
         *,
         added: Container[int],
         special: Container[int],
+        tags: Sequence[str],
         is_json_call: bool,
+        max_questions: int,
         stop: Sequence[str],
     ) -> None:
-        """`parse`: no part of what it returns begins or ends with space. `is_json_call`: text that is a JSON object may
+        """`parse`: no part of what it returns begins or ends with space. `tags`: those that may be plain text.
+        `is_json_call`: text that is a JSON object may
         be a call, without any tag."""
         self._parse = parse
         self._added = added
+        self._tags = tags
         self._is_json_call = is_json_call
         self._stop = _StopIds(tokenizer, special, stop)
         self._detokeniser = Detokeniser(tokenizer, ())
@@ -53,6 +54,7 @@ class KnownLive:
         """Where text stands; None: not known."""
         self._held = ""
         self._num_questions = 0
+        self._max_questions = max_questions
 
     def feed(self, ids: Sequence[int]) -> ParsedReply:
         for token in ids:
@@ -79,11 +81,11 @@ class KnownLive:
         if token in self._added:
             self._place = None
         elif self._place is not None:
-            text, tag, self._held = cut(self._held + text, _TEXT_TAGS)
+            text, tag, self._held = cut(self._held + text, self._tags)
             self._place.add(text)
             if tag:
                 self._place = None
-        elif text.strip() and self._detokeniser.is_whole and self._num_questions < _MAX_QUESTIONS:
+        elif text.strip() and self._detokeniser.is_whole and self._num_questions < self._max_questions:
             self._ask()
 
     def _ask(self) -> None:
@@ -95,7 +97,7 @@ class KnownLive:
                 continue
             if self._is_json_call and part is self._content and text.startswith("{"):
                 continue
-            certain = max(len(given), len(text) - num_open(text, _TEXT_TAGS))
+            certain = max(len(given), len(text) - num_open(text, self._tags))
             part.space = ""
             part.add(text[len(given) : certain])
             self._place, self._held = part, text[certain:]
