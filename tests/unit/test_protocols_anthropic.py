@@ -215,6 +215,8 @@ def test_a_prefill_is_refused_except_for_counting():
         ({"messages": [{"role": "assistant", "content": [PNG]}, USER]}, "messages[0].content[0]"),
         ({"messages": [{"role": "assistant", "content": [{"type": "server_tool_use"}]}, USER]},
          "messages[0].content[0]"),
+        ({"messages": [{"role": "assistant", "content": [
+            {"type": "tool_use", "id": "a", "name": "x", "input": {"n": 2**70}}]}]}, "messages[0].content[0].input"),
         ({"system": [PNG]}, "system"),
         ({"system": 5}, "system"),
         ({"tools": [{"input_schema": {}}]}, "tools[0].name"),
@@ -308,6 +310,7 @@ def test_a_deep_body_is_refused_or_passed_over(key):
 def test_an_answer_echoed_by_a_client_is_the_same_message_however_it_was_cut(message, data):
     reply = reply_of(message)
     body = PROTOCOL.reply(REQUEST, reply)
+    assert orjson.loads(orjson.dumps(body)) == body
     plain = Message.model_validate(body)
     streamed = check_messages_stream(list(sse_events(stream(reply, data.draw(cuts(message))))))
     for answer in (plain, Message.model_validate(streamed)):

@@ -247,6 +247,8 @@ def test_function_calling_modes(calling, choice, forced, offered):
          "contents[0].parts[0].functionResponse.response"),
         ({"contents": [model({"functionCall": {}})]}, "contents[0].parts[0].functionCall.name"),
         ({"systemInstruction": {"parts": [{"inlineData": BLOB}]}}, "systemInstruction.parts[0].text"),
+        ({"contents": [model({"functionCall": {"name": "a", "args": {"n": 2**70}}})]},
+         "contents[0].parts[0].functionCall.args"),
         ({"cachedContent": "x"}, "cachedContent"),
         ({"tools": [{"functionDeclarations": [{}]}]}, "tools[0].functionDeclarations[0].name"),
         ({"tools": 5}, "tools"),
@@ -348,6 +350,7 @@ def test_a_deep_body_is_refused_or_passed_over(key):
 def test_an_answer_echoed_by_a_client_is_the_same_message_however_it_was_cut(form, message, data):
     reply = reply_of(message)
     body = PROTOCOL.reply(REQUEST, reply)
+    assert orjson.loads(orjson.dumps(body)) == body
     plain = types.GenerateContentResponse.model_validate(body)
     deltas = [(0, delta) for delta in data.draw(cuts(message))]
     objects = streamed_objects(stream(reply, deltas, form), form)

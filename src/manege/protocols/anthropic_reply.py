@@ -74,7 +74,7 @@ class MessagesStream:
             sent += self._begin({"type": "text", "text": ""})
             sent += self._add({"type": "text_delta", "text": delta.content})
         for call in delta.tool_calls:
-            sent += self._end() + self._begin(_tool_use(call, {}))
+            sent += self._begin(_tool_use(call, {}))
             sent += self._add({"type": "input_json_delta", "partial_json": _input_text(call["function"]["arguments"])})
             sent += self._end()
         return sent
