@@ -5,7 +5,6 @@ With --check it writes nothing and fails when a page is not what the code says.
 
 import argparse
 import asyncio
-import inspect
 import os
 import sys
 import tempfile
@@ -14,16 +13,17 @@ from typing import Any
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
-from starlette.routing import Route
 
 from manege.cli.main import make_parser
 from manege.config import RunConfig
 from manege.engine.scripted import ScriptedEngine
 from manege.gateway.app import create_app
+from manege.gateway.openapi import describe
 from manege.model.folder import open_folder
 from manege.rendering.select import renderer_for
 from manege.store.sql import SqlStore
 from manege.trainer.metrics import METRICS
+from manege.types import JsonObject
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "docs" / "reference"
@@ -78,8 +78,15 @@ def metrics_page() -> str:
 
 def http_page() -> str:
     """Every route of the gateway."""
-    lines = ["# HTTP routes of the gateway\n", "All but the model routes and `/healthz` need the operator key.\n"]
-    lines += ["| route | what it does |", "|---|---|", *asyncio.run(_route_rows())]
+    lines = ["# HTTP routes of the gateway\n"]
+    lines.append("A running gateway describes itself, with every type, at `/openapi.json` and, for people, at `/docs`.")
+    lines.append(
+        "Parameters of the query stand after `?`, fields of the body in braces; `*` marks those that must be given."
+    )
+    lines.append(
+        "The agents' routes take whatever their protocol has; the fields here are those that every caller sends.\n"
+    )
+    lines += ["| route | key | takes | what it does |", "|---|---|---|---|", *asyncio.run(_route_rows())]
     return "\n".join(lines) + "\n"
 
 
@@ -97,15 +104,29 @@ def _rows_of(store: SqlStore) -> list[str]:
     renderer = renderer_for(open_folder(str(ROOT / "tests" / "tiny" / "model")))
     engine = ScriptedEngine(lambda ids: [])
     app = create_app(store=store, engine=engine, renderer=renderer, operator_key="none", model_name="", context_limit=1)
+    description = describe(app.routes)
     rows = []
-    for route in app.routes:
-        assert isinstance(route, Route)
-        methods = ", ".join(sorted((route.methods or set()) - {"HEAD"}))
-        text = inspect.getdoc(route.endpoint)
-        if not text:
-            raise SystemExit(f"route {methods} {route.path} has no docstring")
-        rows.append(f"| `{methods} {route.path}` | {' '.join(text.split())} |")
+    for path, operations in description["paths"].items():
+        for method, operation in operations.items():
+            if not operation["summary"]:
+                raise SystemExit(f"route {method} {path} has no docstring")
+            key = operation.get("x-key", "none")
+            takes = _takes(operation, description["components"]["schemas"])
+            rows.append(f"| `{method.upper()} {path}` | {key} | {takes} | {operation['summary']} |")
     return sorted(rows)
+
+
+def _takes(operation: JsonObject, schemas: JsonObject) -> str:
+    query = [each["name"] for each in operation["parameters"] if each["in"] == "query"]
+    shown = ["?" + "&".join(query)] if query else []
+    if body := operation.get("requestBody"):
+        schema = body["content"]["application/json"]["schema"]
+        form = "{%s}" if schema["type"] == "object" else "[{%s}]"
+        if schema["type"] == "array":
+            schema = schemas[schema["items"]["$ref"].rpartition("/")[2]]
+        needed = schema.get("required", [])
+        shown.append(form % ", ".join(name + "*" * (name in needed) for name in schema["properties"]))
+    return " ".join(f"`{text}`" for text in shown)
 
 
 def main() -> int:

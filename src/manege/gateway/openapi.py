@@ -117,7 +117,8 @@ def _operation(route: Route, method: str, schemas: dict[str, Any]) -> JsonObject
         is_required = "required" in body or body.get("type") == "array"
         operation["requestBody"] = {"required": is_required, "content": {"application/json": {"schema": body}}}
     if said.key is not None:
-        operation |= {"description": KEY_NEEDED[said.key], "security": [{name: []} for name in KEYS]}
+        security = [{name: []} for name in KEYS]
+        operation |= {"description": KEY_NEEDED[said.key], "security": security, "x-key": said.key}
     return operation
 
 
