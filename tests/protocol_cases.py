@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from openai import OpenAI
 
 from manege.protocols.base import Choice, ModelReply, ModelRequest, ReplyDelta, ReplyHead, TokenLogprob, WireProtocol
+from manege.protocols.openai_tools import custom_arguments
 from manege.types import FinishReason
 from tests.stream_rules import read_events
 
@@ -40,20 +41,24 @@ def openai_client(sent: bytes) -> OpenAI:
 
 
 texts = st.text(max_size=12)
-tool_names = st.sampled_from(["shell", "spawn", "patch"])
+tool_names = st.sampled_from(["shell", "spawn", "multi__shell", "patch"])
+
+
+def tool_call(id: str, name: str, arguments: str) -> dict[str, Any]:
+    return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
 @st.composite
 def messages(draw: Any) -> dict[str, Any]:
-    """Canonical assistant messages."""
+    """Canonical assistant messages; `patch` is a free-text tool."""
     message: dict[str, Any] = {"role": "assistant", "content": draw(texts)}
     if reasoning := draw(texts):
         message["reasoning_content"] = reasoning
     calls = draw(st.lists(st.tuples(tool_names, st.one_of(st.just("{}"), texts)), max_size=3))
     if calls:
         message["tool_calls"] = [
-            {"id": f"call_{index}", "type": "function", "function": {"name": name, "arguments": arguments}}
-            for index, (name, arguments) in enumerate(calls)
+            tool_call(f"call_{index}", name, custom_arguments(text) if name == "patch" else text)
+            for index, (name, text) in enumerate(calls)
         ]
     return message
 
@@ -84,8 +89,9 @@ def deltas(draw: Any, message: dict[str, Any]) -> list[ReplyDelta]:
     return found
 
 
+# Integers as far as the JSON parser makes them; beyond that they are floats.
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**64), 2**64) | st.floats() | st.text(max_size=5),
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
 )

@@ -43,12 +43,12 @@ class ItemWriter:
         self._callers = declared_tools(request.raw).callers
         self._call = head.id
 
-    def reasoning(self, index: int, text: str, status: str) -> JsonObject:
-        """`index`: its position in the output; no text: not begun yet."""
+    def reasoning(self, index: int, text: str | None, status: str) -> JsonObject:
+        """`index`: its position in the output; `text` None: not begun yet."""
         return {
             "id": f"rs_{self._call}_{index}",
             "type": "reasoning",
-            "summary": [{"type": "summary_text", "text": text}] if text else [],
+            "summary": [{"type": "summary_text", "text": text}] if text is not None else [],
             "encrypted_content": self._call,
             "status": status,
         }

@@ -28,8 +28,8 @@ class ResponsesStream:
         self._num_events = 0
         self._output: list[JsonObject] = []
         """The items that are closed."""
-        self._open: str | None = None
-        """What is being written: `reasoning`, `message` or nothing."""
+        self._item: JsonObject | None = None
+        """The reasoning or message that is being written, as it was opened."""
         self._text = ""
         """Of the open item."""
         self._logprobs: list[TokenLogprob] = []
@@ -55,7 +55,7 @@ class ResponsesStream:
         return events
 
     def finish(self, reply: ModelReply) -> bytes:
-        events = b"" if self._open or self._output else self._switch("message")
+        events = b"" if self._item or self._output else self._switch("message")
         is_cut = reply.choices[0].finish_reason is FinishReason.LENGTH
         events += self._close("incomplete" if is_cut else "completed")
         body = response_body(self._request, reply.head, reply=reply, output=self._output)
@@ -63,54 +63,50 @@ class ResponsesStream:
 
     def error(self, error: ManegeError) -> bytes:
         told = {"code": _code(error), "message": str(error)}
-        return self._event("failed", response=response_body(self._request, self._head, output=self._output, error=told))
+        body = response_body(self._request, self._head, output=self._output, error=told)
+        return self._event("failed", response=body)
 
     def _state(self, name: str) -> bytes:
         return self._event(name, response=response_body(self._request, self._head, output=self._output))
 
     def _switch(self, kind: str) -> bytes:
-        """Make the item of this kind the open one."""
-        if self._open == kind:
+        """Make an item of this kind the open one."""
+        if self._item is not None and self._item["type"] == kind:
             return b""
-        events = self._close("completed")
-        self._open, self._text = kind, ""
-        if kind == "message":
-            item = self._write.message(len(self._output), None, "in_progress")
-            part = self._in_item(item, "content_part.added", content_index=0, part=self._write.text_part("", ()))
-        else:
-            item = self._write.reasoning(len(self._output), "", "in_progress")
-            part = self._summary_part(item, "added")
-        return events + self._item_event("added", item) + part
+        events, self._text = self._close("completed"), ""
+        make = self._write.message if kind == "message" else self._write.reasoning
+        self._item = make(len(self._output), None, "in_progress")
+        events += self._item_event("added", self._item)
+        if kind == "reasoning":
+            return events + self._summary_part(self._item, "added")
+        part = self._write.text_part("", ())
+        return events + self._in_item(self._item, "content_part.added", content_index=0, part=part)
 
     def _reasoning_delta(self, text: str) -> bytes:
         self._text += text
-        item = self._write.reasoning(len(self._output), "", "in_progress")
-        return self._in_item(item, "reasoning_summary_text.delta", summary_index=0, delta=text)
+        return self._in_item(self._item, "reasoning_summary_text.delta", summary_index=0, delta=text)
 
     def _content_delta(self, text: str) -> bytes:
         self._text += text
-        item = self._write.message(len(self._output), None, "in_progress")
         new = [shown_logprob(token) for token in self._logprobs[self._num_sent :]]
         self._num_sent = len(self._logprobs)
-        return self._in_item(item, "output_text.delta", content_index=0, delta=text, logprobs=new)
+        return self._in_item(self._item, "output_text.delta", content_index=0, delta=text, logprobs=new)
 
     def _close(self, status: str) -> bytes:
         """Close the open item, if there is one."""
-        if self._open is None:
+        if self._item is None:
             return b""
-        kind, self._open = self._open, None
-        if kind == "message":
-            part = self._write.text_part(self._text, self._logprobs)
-            item = self._write.message(len(self._output), part, status)
-            shown = part.get("logprobs", [])
-            events = self._in_item(item, "output_text.done", content_index=0, text=self._text, logprobs=shown)
-            events += self._in_item(item, "content_part.done", content_index=0, part=part)
-            self._logprobs, self._num_sent = [], 0
-        else:
+        kind, self._item = self._item["type"], None
+        if kind == "reasoning":
             item = self._write.reasoning(len(self._output), self._text, status)
             events = self._in_item(item, "reasoning_summary_text.done", summary_index=0, text=self._text)
-            events += self._summary_part(item, "done")
-        return events + self._item_done(item)
+            return events + self._summary_part(item, "done") + self._item_done(item)
+        part = self._write.text_part(self._text, self._logprobs)
+        self._logprobs, self._num_sent = [], 0
+        item = self._write.message(len(self._output), part, status)
+        shown = part.get("logprobs", [])
+        events = self._in_item(item, "output_text.done", content_index=0, text=self._text, logprobs=shown)
+        return events + self._in_item(item, "content_part.done", content_index=0, part=part) + self._item_done(item)
 
     def _tool_call(self, call: JsonObject) -> bytes:
         item = self._write.tool_call(len(self._output), call, "completed")
@@ -120,8 +116,7 @@ class ResponsesStream:
         events = self._item_event("added", {**item, field: "", "status": "in_progress"})
         if text:
             events += self._in_item(item, f"{name}.delta", delta=text)
-        named = {} if is_custom else {"name": item["name"]}
-        events += self._in_item(item, f"{name}.done", **named, **{field: text})
+        events += self._in_item(item, f"{name}.done", **{field: text})
         return events + self._item_done(item)
 
     def _item_done(self, item: JsonObject) -> bytes:
@@ -136,7 +131,8 @@ class ResponsesStream:
         part = {"type": "summary_text", "text": self._text}
         return self._in_item(item, f"reasoning_summary_part.{name}", summary_index=0, part=part)
 
-    def _in_item(self, item: JsonObject, name: str, **fields: Any) -> bytes:
+    def _in_item(self, item: JsonObject | None, name: str, **fields: Any) -> bytes:
+        assert item is not None, "an event of an item before it was opened"
         return self._event(name, item_id=item["id"], output_index=len(self._output), **fields)
 
     def _event(self, name: str, **fields: Any) -> bytes:

@@ -39,11 +39,12 @@ class DeclaredTools:
     """What was left out."""
 
     def flat_name(self, namespace: Any, name: Any) -> Any:
-        """What the model knows the caller's tool as; `name` itself for one that is not declared."""
-        for flat, caller in self.callers.items():
-            if caller.name == name and namespace in (None, caller.namespace):
-                return flat
-        return name
+        """What the model knows the caller's tool as; `name` itself for one that is not declared. Some callers drop the
+        namespace: then any tool of that name is meant."""
+        named = {caller.namespace: flat for flat, caller in self.callers.items() if caller.name == name}
+        if isinstance(namespace, str | None) and namespace in named:
+            return named[namespace]
+        return next(iter(named.values()), name) if namespace is None else name
 
 
 def declared_tools(raw: JsonObject) -> DeclaredTools:
