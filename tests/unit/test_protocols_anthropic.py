@@ -228,6 +228,7 @@ def test_a_prefill_is_refused_except_for_counting():
         ({"max_tokens": 2**70}, "max_tokens"),
         ({"temperature": "hot"}, "temperature"),
         ({"temperature": 3}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
         ({"top_k": -1}, "top_k"),
         ({"stop_sequences": "END"}, "stop_sequences"),
         ({"stream": "yes"}, "stream"),
