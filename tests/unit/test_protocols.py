@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types import Completion
 from openai.types.chat import ChatCompletion
@@ -227,7 +227,7 @@ def test_completion_takes_one_text_or_one_list_of_ids(prompt):
         (chat, {"top_p": -0.1}, "top_p"),
         (chat, {"max_tokens": 0}, "max_tokens"),
         (chat, {"max_tokens": 1.5}, "max_tokens"),
-        (chat, {"stop": [1]}, "stop"),
+        (chat, {"stop": [1]}, "stop[0]"), (chat, {"stop": 1}, "stop"),
         (chat, {"logprobs": True, "top_logprobs": 5}, "top_logprobs"),
         (completion, {"prompt": None}, "prompt"),
         (completion, {"prompt": []}, "prompt"),
@@ -309,6 +309,7 @@ def test_the_stop_string_that_ended_an_answer_is_told():
     assert (body["choices"][0]["finish_reason"], body["choices"][0]["stop_reason"]) == ("stop", "END")
 
 
+@settings(deadline=None)
 @given(messages(), st.data())
 def test_a_chat_stream_adds_up_to_the_whole_reply(message, data):
     usage = data.draw(st.booleans())
@@ -423,6 +424,7 @@ RICH_COMPLETION = {
 }  # fmt: skip
 
 
+@settings(deadline=None)
 @given(fuzz(RICH_CHAT))
 def test_any_chat_body_is_read_or_refused(body):
     try:
@@ -435,6 +437,7 @@ def test_any_chat_body_is_read_or_refused(body):
     stream(ChatCompletions(), request, [ReplyDelta(tool_calls=[CALL])], answer)
 
 
+@settings(deadline=None)
 @given(fuzz(RICH_COMPLETION))
 def test_any_completion_body_is_read_or_refused(body):
     try:

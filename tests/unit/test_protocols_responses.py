@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.responses import Response
 
@@ -219,6 +219,7 @@ def test_logprobs_stand_in_the_text_part_where_asked():
 finishes = st.sampled_from([FinishReason.STOP, FinishReason.LENGTH])
 
 
+@settings(deadline=None)
 @given(messages(), finishes, st.data())
 def test_a_stream_ends_in_the_whole_response(message, finish_reason, data):
     request = parse(tools=TOOLS, stream=True)
@@ -227,6 +228,7 @@ def test_a_stream_ends_in_the_whole_response(message, finish_reason, data):
     assert final == Responses().reply(request, answer)
 
 
+@settings(deadline=None)
 @given(st.lists(messages(), min_size=1, max_size=2))
 def test_replies_that_are_sent_back_are_the_same_messages(replies):
     request = parse(tools=TOOLS)
@@ -238,6 +240,7 @@ def test_replies_that_are_sent_back_are_the_same_messages(replies):
     assert parse(tools=TOOLS, input=[USER, *items]).messages == [USER, *replies]
 
 
+@settings(deadline=None)
 @given(messages(), messages(), st.data())
 def test_things_that_come_in_another_order_are_the_same_message(first, second, data):
     parts = data.draw(deltas(first)) + data.draw(deltas(second | {"reasoning_content": ""}))
@@ -362,6 +365,7 @@ RICH = {
 }  # fmt: skip
 
 
+@settings(deadline=None)
 @given(fuzz(RICH))
 def test_any_body_is_read_or_refused(body):
     try:

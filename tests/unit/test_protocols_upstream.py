@@ -1,7 +1,7 @@
 """A canonical request as an upstream's chat completions body, and the upstream's answer back, however it is cut."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manege.errors import EngineError
@@ -47,6 +47,7 @@ def chunks(draw, message):
     return found, ids
 
 
+@settings(deadline=None)
 @given(messages(), st.data())
 def test_every_way_of_cutting_an_answer_gives_the_same_message(message, data):
     found, ids = data.draw(chunks(message))
@@ -119,6 +120,7 @@ def test_what_is_no_answer_is_an_engine_error(sent):
         UpstreamReply(call_id="z").read(sent)
 
 
+@settings(deadline=None)
 @given(
     st.fixed_dictionaries(
         {"choices": st.lists(st.fixed_dictionaries({"delta": st.dictionaries(

@@ -11,9 +11,7 @@ from manege.protocols.chat_messages import chat_messages
 from manege.protocols.chat_stream import ChatStream
 from manege.protocols.openai import (
     OpenAI,
-    read_bool,
-    read_int,
-    read_list,
+    read_max_tool_calls,
     read_object,
     read_sampling,
     read_wants_usage,
@@ -21,9 +19,12 @@ from manege.protocols.openai import (
 )
 from manege.protocols.openai_reply import chat_finish, chat_tool_call, custom_names, reply_body
 from manege.protocols.openai_tools import Choosing, allowed, custom_tool, forced, function_tool, plain_choice
+from manege.protocols.values import flag, integer, objects
 from manege.types import JsonObject
 
 __all__ = ["ChatCompletions"]
+
+_TOOL_KINDS = {"function": function_tool, "custom": custom_tool}
 
 
 class ChatCompletions(OpenAI):
@@ -33,22 +34,24 @@ class ChatCompletions(OpenAI):
 
     def parse(self, raw: JsonObject) -> ModelRequest:
         _refuse_unsupported(raw)
-        max_new_tokens = read_int(raw, "max_completion_tokens", low=1) or read_int(raw, "max_tokens", low=1)
-        tools, notes = _tools(read_list(raw, "tools"))
+        max_new_tokens = integer(raw.get("max_completion_tokens"), "max_completion_tokens", low=1) or integer(
+            raw.get("max_tokens"), "max_tokens", low=1
+        )
+        tools, notes = _tools(raw.get("tools"))
         tool_choice, forced_tool, tools = _tool_choice(raw.get("tool_choice"), tools)
         return ModelRequest(
             messages=chat_messages(raw.get("messages")),
             tools=tools,
             tool_choice=tool_choice,
             forced_tool=forced_tool,
-            max_tool_calls=None if read_bool(raw, "parallel_tool_calls", True) else 1,
+            max_tool_calls=read_max_tool_calls(raw),
             json_schema=_json_schema(raw.get("response_format")),
             sampling=read_sampling(raw, max_new_tokens=max_new_tokens),
-            num_choices=read_int(raw, "n", low=1, high=128) or 1,
-            stream=read_bool(raw, "stream"),
+            num_choices=integer(raw.get("n"), "n", low=1, high=128) or 1,
+            stream=flag(raw.get("stream"), "stream"),
             wants_usage=read_wants_usage(raw),
-            wants_logprobs=read_bool(raw, "logprobs"),
-            wants_token_ids=read_bool(raw, "return_token_ids"),
+            wants_logprobs=flag(raw.get("logprobs"), "logprobs"),
+            wants_token_ids=flag(raw.get("return_token_ids"), "return_token_ids"),
             notes=notes,
             raw=raw,
         )
@@ -80,27 +83,24 @@ def _refuse_unsupported(raw: JsonObject) -> None:
     for key in ("functions", "function_call"):
         if raw.get(key) not in (None, [], "none", "auto"):
             raise InvalidRequest(f"{key} is out of use; send tools and tool_choice", param=key)
-    if read_int(raw, "top_logprobs", low=0):
+    if integer(raw.get("top_logprobs"), "top_logprobs", low=0):
         raise InvalidRequest(
             "only the sampled token's log-probability is known; send logprobs without top_logprobs",
             param="top_logprobs",
         )
 
 
-def _tools(values: Sequence[Any]) -> tuple[Sequence[JsonObject], Sequence[str]]:
+def _tools(value: Any) -> tuple[Sequence[JsonObject], Sequence[str]]:
     tools: list[JsonObject] = []
     notes: list[str] = []
-    for index, value in enumerate(values):
-        tool = read_object(value, f"tools[{index}]")
-        kind = tool.get("type")
-        if kind == "function":
-            tools.append(function_tool(read_object(tool.get(kind), f"tools[{index}].{kind}"), f"tools[{index}].{kind}"))
-        elif kind == "custom":
-            tools.append(custom_tool(read_object(tool.get(kind), f"tools[{index}].{kind}"), f"tools[{index}].{kind}"))
+    for index, tool in enumerate(objects(value, "tools")):
+        kind, where = tool.get("type"), f"tools[{index}]"
+        if isinstance(kind, str) and kind in _TOOL_KINDS:
+            tools.append(_TOOL_KINDS[kind](read_object(tool.get(kind), f"{where}.{kind}"), f"{where}.{kind}"))
         elif isinstance(kind, str):
-            notes.append(f"tools[{index}]: {kind} is a hosted tool, which we do not have; left out")
+            notes.append(f"{where}: {kind} is a hosted tool, which we do not have; left out")
         else:
-            raise InvalidRequest(f"tools[{index}] has no type; want 'function' or 'custom'", param=f"tools[{index}]")
+            raise InvalidRequest(f"{where} has no type; want 'function' or 'custom'", param=where)
     return tools, notes
 
 
@@ -110,7 +110,8 @@ def _tool_choice(choice: Any, tools: Sequence[JsonObject]) -> Choosing:
     kind = choice.get("type")
     if kind == "allowed_tools":
         options = read_object(choice.get(kind), "tool_choice.allowed_tools")
-        return allowed(options.get("mode"), [_chosen(tool) for tool in read_list(options, "tools")], tools)
+        names = [_chosen(tool) for tool in objects(options.get("tools"), "tool_choice.tools")]
+        return allowed(options.get("mode"), names, tools)
     return forced(_chosen(choice), tools)
 
 

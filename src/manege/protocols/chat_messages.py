@@ -7,9 +7,10 @@ from typing import Any
 from manege.protocols.base import InvalidRequest
 from manege.protocols.openai import read_object, read_text
 from manege.protocols.openai_tools import custom_arguments
+from manege.protocols.values import canonical_call, folded, text_part
 from manege.types import JsonObject
 
-__all__ = ["chat_messages", "image_part", "join_parts"]
+__all__ = ["chat_messages", "image_part"]
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
@@ -19,13 +20,6 @@ def chat_messages(value: Any) -> Sequence[JsonObject]:
     if not isinstance(value, list) or not value:
         raise InvalidRequest("messages is missing or empty; send a list of messages", param="messages")
     return [_message(message, f"messages[{index}]") for index, message in enumerate(value)]
-
-
-def join_parts(parts: Sequence[JsonObject]) -> str | Sequence[JsonObject]:
-    """Canonical content: one string, or the parts themselves where one of them is an image."""
-    if all(part["type"] == "text" for part in parts):
-        return "\n".join(part["text"] for part in parts)
-    return parts
 
 
 def image_part(url: Any, detail: Any, where: str) -> JsonObject:
@@ -77,7 +71,7 @@ def _content(value: Any, where: str) -> str | Sequence[JsonObject]:
         return value or ""
     if not isinstance(value, list):
         raise InvalidRequest(f"{where} is a {type(value).__name__}; want a string or a list of parts", param=where)
-    return join_parts([_part(part, f"{where}[{index}]") for index, part in enumerate(value)])
+    return folded([_part(part, f"{where}[{index}]") for index, part in enumerate(value)])
 
 
 def _part(part: Any, where: str) -> JsonObject:
@@ -87,7 +81,7 @@ def _part(part: Any, where: str) -> JsonObject:
         image = image if isinstance(image, Mapping) else {"url": image}
         return image_part(image.get("url"), image.get("detail"), where)
     if kind in ("text", "refusal") and isinstance(part.get(kind), str):
-        return {"type": "text", "text": part[kind]}
+        return text_part(part[kind])
     raise InvalidRequest(f"{where}: a part of type {kind!r} is not supported; send text or image_url", param=where)
 
 
@@ -107,5 +101,4 @@ def _tool_call(value: Any, where: str) -> JsonObject:
         function = read_object(call.get("function"), f"{where}.function")
         name = read_text(function, "name", f"{where}.function")
         arguments = read_text(function, "arguments", f"{where}.function")
-    function = {"name": name, "arguments": arguments}
-    return {"id": read_text(call, "id", where), "type": "function", "function": function}
+    return canonical_call(read_text(call, "id", where), name, arguments)

@@ -12,6 +12,7 @@ import orjson
 
 from manege.errors import EngineError
 from manege.protocols.base import ModelRequest, ReplyDelta, TokenLogprob
+from manege.protocols.values import canonical_call
 from manege.types import FinishReason, JsonObject
 
 __all__ = ["UpstreamReply", "chat_body", "read_chat_message"]
@@ -111,12 +112,7 @@ class UpstreamReply:
             message["reasoning_content"] = self.reasoning
         if self._calls:
             message["tool_calls"] = [
-                {
-                    "id": call["id"],
-                    "type": "function",
-                    "function": {"name": call["name"], "arguments": call["arguments"]},
-                }
-                for call in self._calls
+                canonical_call(call["id"], call["name"], call["arguments"]) for call in self._calls
             ]
         return message
 

@@ -17,8 +17,9 @@ from manege.protocols.base import (
     ReplyStream,
     TokenLogprob,
 )
-from manege.protocols.openai import OpenAI, error_body, read_bool, read_int, read_sampling, read_wants_usage
+from manege.protocols.openai import OpenAI, error_body, read_sampling, read_wants_usage
 from manege.protocols.openai_reply import finish, head_fields, reply_body, usage
+from manege.protocols.values import flag, integer
 from manege.types import JsonObject
 
 __all__ = ["Completions"]
@@ -33,19 +34,21 @@ class Completions(OpenAI):
     name = "completions"
 
     def parse(self, raw: JsonObject) -> ModelRequest:
-        num_choices = read_int(raw, "n", low=1, high=128) or 1
+        num_choices = integer(raw.get("n"), "n", low=1, high=128) or 1
         _refuse_unsupported(raw, num_choices)
-        logprobs = read_int(raw, "logprobs", low=0)
+        logprobs = integer(raw.get("logprobs"), "logprobs", low=0)
         if (logprobs or 0) > 1:
             raise InvalidRequest("only the sampled token's log-probability is known; send logprobs=1", param="logprobs")
         return ModelRequest(
             prompt=_prompt(raw.get("prompt")),
-            sampling=read_sampling(raw, max_new_tokens=read_int(raw, "max_tokens", low=1) or _DEFAULT_MAX_TOKENS),
+            sampling=read_sampling(
+                raw, max_new_tokens=integer(raw.get("max_tokens"), "max_tokens", low=1) or _DEFAULT_MAX_TOKENS
+            ),
             num_choices=num_choices,
-            stream=read_bool(raw, "stream"),
+            stream=flag(raw.get("stream"), "stream"),
             wants_usage=read_wants_usage(raw),
             wants_logprobs=logprobs is not None,
-            wants_token_ids=read_bool(raw, "return_token_ids"),
+            wants_token_ids=flag(raw.get("return_token_ids"), "return_token_ids"),
             raw=raw,
         )
 

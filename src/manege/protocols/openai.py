@@ -5,14 +5,13 @@ from typing import Any
 
 from manege.errors import ManegeError
 from manege.protocols.base import AskedSampling, InvalidRequest, ServedModel, TokenLogprob
+from manege.protocols.values import flag, integer, number, shown, text, texts, wrong
 from manege.types import JsonObject
 
 __all__ = [
     "OpenAI",
     "error_body",
-    "read_bool",
-    "read_int",
-    "read_list",
+    "read_max_tool_calls",
     "read_object",
     "read_sampling",
     "read_text",
@@ -28,8 +27,6 @@ _OTHERS = {
     "min_p": (None, 0),
     "logit_bias": (None, {}),
 }
-
-_MAX_INTEGER = 2**63 - 1
 
 
 class OpenAI:
@@ -70,88 +67,42 @@ def shown_logprob(token: TokenLogprob) -> JsonObject:
 
 def read_sampling(body: JsonObject, *, max_new_tokens: int | None) -> AskedSampling:
     """Raises InvalidRequest for a value of the wrong type or out of range."""
-    top_k = read_int(body, "top_k", low=-1)
+    stop = body.get("stop")
+    top_k = integer(body.get("top_k"), "top_k", low=-1)
     return AskedSampling(
-        temperature=_number(body, "temperature", low=0, high=2),
-        top_p=_number(body, "top_p", low=0, high=1),
+        temperature=number(body.get("temperature"), "temperature", low=0, high=2),
+        top_p=number(body.get("top_p"), "top_p", low=0, high=1),
         # vLLM's -1 and 0 both mean off.
         top_k=max(top_k, 0) if top_k is not None else None,
-        seed=read_int(body, "seed", low=-_MAX_INTEGER),
-        stop=_stop(body.get("stop")),
+        seed=integer(body.get("seed"), "seed", low=-(2**63)),
+        stop=texts([stop] if isinstance(stop, str) else stop, "stop"),
         max_new_tokens=max_new_tokens,
         others={key: body[key] for key, neutral in _OTHERS.items() if body.get(key) not in neutral},
     )
 
 
-def read_int(body: JsonObject, key: str, *, low: int, high: int = _MAX_INTEGER) -> int | None:
-    """None when absent or null."""
-    value = body.get(key)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidRequest(f"{key} is {value!r}; want an integer", param=key)
-    _check_range(key, value, low, high)
-    return value
-
-
-def read_bool(body: JsonObject, key: str, default: bool = False) -> bool:
-    """`default` when absent or null."""
-    value = body.get(key)
-    if value is not None and not isinstance(value, bool):
-        raise InvalidRequest(f"{key} is {value!r}; want true or false", param=key)
-    return default if value is None else value
-
-
-def read_text(body: JsonObject, key: str, where: str = "") -> str:
+def read_text(body: JsonObject, key: str, where: str) -> str:
     """A field that must be a string; `where` is what it is part of."""
-    value = body.get(key)
-    if not isinstance(value, str):
-        path = f"{where}.{key}" if where else key
-        raise InvalidRequest(f"{path} is {value!r}; want a string", param=path)
-    return value
-
-
-def read_list(body: JsonObject, key: str) -> Sequence[Any]:
-    """Empty when absent or null."""
-    value = body.get(key)
-    if value is not None and not isinstance(value, list):
-        raise InvalidRequest(f"{key} is a {type(value).__name__}; want a list", param=key)
-    return value or []
+    return text(body.get(key), f"{where}.{key}")
 
 
 def read_object(value: Any, where: str) -> JsonObject:
     """`value`, which must be a JSON object."""
     if not isinstance(value, dict):
-        raise InvalidRequest(f"{where} is {value!r}; want an object", param=where)
+        raise wrong(where, f"is {shown(value)}; want an object")
     return value
+
+
+def read_max_tool_calls(body: JsonObject) -> int | None:
+    """1 where the caller wants no parallel calls, else None."""
+    asked = body.get("parallel_tool_calls")
+    return None if asked is None or flag(asked, "parallel_tool_calls") else 1
 
 
 def read_wants_usage(body: JsonObject) -> bool:
     """Whether the answer tells its token counts: always if it is whole, on demand if it is streamed."""
     options = body.get("stream_options")
-    wants = options is not None and read_bool(read_object(options, "stream_options"), "include_usage")
+    wants = options is not None and flag(
+        read_object(options, "stream_options").get("include_usage"), "stream_options.include_usage"
+    )
     return wants or not body.get("stream")
-
-
-def _number(body: JsonObject, key: str, *, low: float, high: float) -> float | None:
-    value = body.get(key)
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise InvalidRequest(f"{key} is {value!r}; want a number", param=key)
-    _check_range(key, value, low, high)
-    return float(value)
-
-
-def _check_range(key: str, value: float, low: float, high: float) -> None:
-    # Written so that NaN fails.
-    if not low <= value <= high:
-        wanted = f"at least {low}" if high == _MAX_INTEGER and value < low else f"between {low} and {high}"
-        raise InvalidRequest(f"{key} is {value}; want {wanted}", param=key)
-
-
-def _stop(value: Any) -> Sequence[str]:
-    found = [value] if isinstance(value, str) else value or []
-    if not isinstance(found, list) or not all(isinstance(item, str) for item in found):
-        raise InvalidRequest(f"stop is {value!r}; want a string or a list of strings", param="stop")
-    return [item for item in found if item]

@@ -11,6 +11,7 @@ import orjson
 
 from manege.protocols.base import InvalidRequest, ToolChoice
 from manege.protocols.openai import read_object, read_text
+from manege.protocols.values import shown, wrong
 from manege.types import JsonObject
 
 __all__ = [
@@ -35,7 +36,7 @@ def function_tool(fields: JsonObject, where: str, name: str | None = None) -> Js
         value = fields.get(key)
         if value is not None:
             if not isinstance(value, kind):
-                raise InvalidRequest(f"{where}.{key} is {value!r}; want a {kind.__name__}", param=f"{where}.{key}")
+                raise wrong(f"{where}.{key}", f"is {shown(value)}; want a {kind.__name__}")
             kept[key] = value
     return {"type": "function", "function": kept}
 
@@ -75,14 +76,14 @@ def custom_input(arguments: str) -> str:
 def forced(name: Any, tools: Sequence[JsonObject]) -> Choosing:
     """The choice of one tool by name. Raises InvalidRequest if there is none of that name."""
     if name not in (known := _names(tools)):
-        raise InvalidRequest(f"tool_choice names {name!r}; the tools are {known}", param="tool_choice")
+        raise InvalidRequest(f"tool_choice names {shown(name)}; the tools are {known}", param="tool_choice")
     return "required", name, tools
 
 
 def allowed(mode: Any, names: Sequence[Any], tools: Sequence[JsonObject]) -> Choosing:
     """The choice among some of the tools: the others are left out of the prompt, or one is forced."""
     if mode not in ("auto", "required"):
-        raise InvalidRequest(f"tool_choice mode is {mode!r}; want 'auto' or 'required'", param="tool_choice")
+        raise InvalidRequest(f"tool_choice mode is {shown(mode)}; want 'auto' or 'required'", param="tool_choice")
     if missing := [name for name in names if name not in _names(tools)]:
         raise InvalidRequest(f"tool_choice allows {missing}; the tools are {_names(tools)}", param="tool_choice")
     if mode == "required" and len(names) == 1:
@@ -95,7 +96,9 @@ def plain_choice(choice: Any, tools: Sequence[JsonObject]) -> Choosing | None:
     if isinstance(choice, Mapping):
         return None
     if choice not in (None, "auto", "none", "required"):
-        raise InvalidRequest(f"tool_choice is {choice!r}; want auto, none, required or an object", param="tool_choice")
+        raise InvalidRequest(
+            f"tool_choice is {shown(choice)}; want auto, none, required or an object", param="tool_choice"
+        )
     if choice == "required" and not tools:
         raise InvalidRequest("tool_choice is 'required' but there are no tools to call", param="tool_choice")
     return choice or "auto", None, tools

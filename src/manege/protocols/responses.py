@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from manege.protocols.base import InvalidRequest, ModelReply, ModelRequest, ReplyHead, ReplyStream
-from manege.protocols.openai import OpenAI, read_bool, read_int, read_list, read_object, read_sampling
+from manege.protocols.openai import OpenAI, read_max_tool_calls, read_object, read_sampling
 from manege.protocols.responses_items import ItemReader
 from manege.protocols.responses_reply import response_body, whole_output
 from manege.protocols.responses_stream import ResponsesStream
 from manege.protocols.responses_tools import DeclaredTools, declared_tools, responses_tool_choice
+from manege.protocols.values import flag, integer, shown, texts
 from manege.types import JsonObject
 
 __all__ = ["Responses"]
@@ -38,11 +39,13 @@ class Responses(OpenAI):
             tools=tools,
             tool_choice=tool_choice,
             forced_tool=forced_tool,
-            max_tool_calls=None if read_bool(raw, "parallel_tool_calls", True) else 1,
+            max_tool_calls=read_max_tool_calls(raw),
             json_schema=_json_schema(raw.get("text")),
-            sampling=read_sampling(raw, max_new_tokens=read_int(raw, "max_output_tokens", low=1)),
-            stream=read_bool(raw, "stream"),
-            wants_logprobs=_LOGPROBS in read_list(raw, "include"),
+            sampling=read_sampling(
+                raw, max_new_tokens=integer(raw.get("max_output_tokens"), "max_output_tokens", low=1)
+            ),
+            stream=flag(raw.get("stream"), "stream"),
+            wants_logprobs=_LOGPROBS in texts(raw.get("include"), "include"),
             notes=[*declared.notes, *notes],
             raw=raw,
         )
@@ -57,10 +60,10 @@ class Responses(OpenAI):
 def _refuse_unsupported(raw: JsonObject) -> None:
     for key in _KEPT:
         if raw.get(key) is not None:
-            raise InvalidRequest(f"{key} = {raw[key]!r}: nothing is kept here; send the whole input", param=key)
-    if read_bool(raw, "background"):
+            raise InvalidRequest(f"{key} = {shown(raw[key])}: nothing is kept here; send the whole input", param=key)
+    if flag(raw.get("background"), "background"):
         raise InvalidRequest("background responses are not supported; stream the answer or wait", param="background")
-    if read_int(raw, "top_logprobs", low=0):
+    if integer(raw.get("top_logprobs"), "top_logprobs", low=0):
         raise InvalidRequest(
             f"only the sampled token's log-probability is known; ask for {_LOGPROBS} without top_logprobs",
             param="top_logprobs",

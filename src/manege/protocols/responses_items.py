@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from manege.protocols.base import InvalidRequest
-from manege.protocols.chat_messages import image_part, join_parts
+from manege.protocols.chat_messages import image_part
 from manege.protocols.openai import read_object, read_text
 from manege.protocols.openai_tools import custom_arguments
 from manege.protocols.responses_tools import DeclaredTools
+from manege.protocols.values import canonical_call, folded, text_part
 from manege.types import JsonObject
 
 __all__ = ["ItemReader"]
@@ -83,8 +84,7 @@ class ItemReader:
         else:
             arguments = read_text(item, "arguments", where)
         name = self._declared.flat_name(item.get("namespace"), read_text(item, "name", where))
-        function = {"name": name, "arguments": arguments}
-        return {"id": read_text(item, "call_id", where), "type": "function", "function": function}
+        return canonical_call(read_text(item, "call_id", where), name, arguments)
 
 
 def _call_of(item: JsonObject) -> str | None:
@@ -115,12 +115,12 @@ def _assistant_text(value: Any, where: str) -> str:
 
 
 def _content(value: Any, where: str) -> str | Sequence[JsonObject]:
-    return join_parts(_parts(value, where))
+    return folded(_parts(value, where))
 
 
 def _parts(value: Any, where: str) -> Sequence[JsonObject]:
     if isinstance(value, str):
-        return [{"type": "text", "text": value}]
+        return [text_part(value)]
     if not isinstance(value, list):
         raise InvalidRequest(f"{where} is a {type(value).__name__}; want a string or a list of parts", param=where)
     return [_part(part, f"{where}[{index}]") for index, part in enumerate(value)]
@@ -133,4 +133,4 @@ def _part(value: Any, where: str) -> JsonObject:
         return image_part(part.get("image_url"), part.get("detail"), where)
     if not isinstance(kind, str) or kind not in _TEXT_PARTS:
         raise InvalidRequest(f"{where}: a part of type {kind!r} is not supported; send text or images", param=where)
-    return {"type": "text", "text": read_text(part, _TEXT_PARTS[kind], where)}
+    return text_part(read_text(part, _TEXT_PARTS[kind], where))

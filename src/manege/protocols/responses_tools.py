@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from manege.protocols.base import InvalidRequest
-from manege.protocols.openai import read_list, read_object, read_text
+from manege.protocols.openai import read_text
 from manege.protocols.openai_tools import Choosing, allowed, custom_tool, forced, function_tool, plain_choice
+from manege.protocols.values import objects
 from manege.types import JsonObject
 
 __all__ = ["CallerTool", "DeclaredTools", "declared_tools", "responses_tool_choice"]
@@ -49,11 +50,11 @@ class DeclaredTools:
 
 def declared_tools(raw: JsonObject) -> DeclaredTools:
     """Reads `tools`, and the `additional_tools` items that a caller may put among its input. Raises InvalidRequest."""
-    found = list(_declared(read_list(raw, "tools"), "tools"))
+    found = list(_declared(raw.get("tools"), "tools"))
     items = raw.get("input")
     for index, item in enumerate(items if isinstance(items, list) else ()):
         if isinstance(item, dict) and item.get("type") == "additional_tools":
-            found += _declared(read_list(item, "tools"), f"input[{index}].tools")
+            found += _declared(item.get("tools"), f"input[{index}].tools")
     notes = [f"{where}: {tool['type']} is a hosted tool, which we do not have; left out"
              for _, tool, where in found if tool["type"] not in ("function", "custom")]  # fmt: skip
     found = [entry for entry in found if entry[1]["type"] in ("function", "custom")]
@@ -73,7 +74,7 @@ def responses_tool_choice(choice: Any, declared: DeclaredTools) -> Choosing:
     if plain := plain_choice(choice, declared.tools):
         return plain
     if choice.get("type") == "allowed_tools":
-        chosen = [read_object(tool, "tool_choice.tools") for tool in read_list(choice, "tools")]
+        chosen = objects(choice.get("tools"), "tool_choice.tools")
         names = [_chosen(tool, declared) for tool in chosen if tool.get("type") in ("function", "custom")]
         return allowed(choice.get("mode"), names, declared.tools)
     if choice.get("type") not in ("function", "custom"):
@@ -88,14 +89,11 @@ def _chosen(choice: JsonObject, declared: DeclaredTools) -> Any:
     return declared.flat_name(choice.get("namespace"), choice.get("name"))
 
 
-def _declared(
-    values: Sequence[Any], where: str, namespace: str | None = None
-) -> Iterator[tuple[str | None, JsonObject, str]]:
+def _declared(value: Any, where: str, namespace: str | None = None) -> Iterator[tuple[str | None, JsonObject, str]]:
     """(namespace, tool, where it stands) of each tool that is not a namespace."""
-    for index, value in enumerate(values):
+    for index, tool in enumerate(objects(value, where)):
         place = f"{where}[{index}]"
-        tool = read_object(value, place)
         if read_text(tool, "type", place) == "namespace" and namespace is None:
-            yield from _declared(read_list(tool, "tools"), f"{place}.tools", read_text(tool, "name", place))
+            yield from _declared(tool.get("tools"), f"{place}.tools", read_text(tool, "name", place))
         else:
             yield namespace, tool, place
