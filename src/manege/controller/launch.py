@@ -36,6 +36,8 @@ class Launch:
     """Beside system, interpreter and workspace."""
     javascript: bool = False
     """See `Harness.javascript`."""
+    terminals: bool = False
+    """See `Policy.terminals`."""
 
 
 def find_program(agent: AgentConfig) -> Program:
@@ -79,6 +81,7 @@ def harness_launch(
         env=_path(installed) | {key: _fill(harness, value, fields) for key, value in harness.env.items()},
         readable=installed.readable,
         javascript=harness.javascript,
+        terminals=harness.terminals,
     )
 
 

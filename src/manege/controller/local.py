@@ -138,6 +138,7 @@ class LocalRunner:
             private=[str(self.folder), *(path for path in (tasks.train, tasks.heldout) if path)],
             tcp_ports=[_port(gateway_url)],
             protected_pids=[os.getpid()],
+            terminals=launch.terminals,
         )
         spec = ProcessSpec(
             program=launch.program,

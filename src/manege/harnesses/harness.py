@@ -98,6 +98,8 @@ class Harness(_Table):
     install: Install
     javascript: bool = False
     """Its engine reserves far more address space than it uses, so only what it uses can be limited."""
+    terminals: bool = False
+    """It runs commands in pseudo-terminals."""
     headers: dict[LowerCase, Pattern] = Field(default_factory=dict)
     """What its calls are recognised by when it was started by hand; empty: by nothing that others do not send."""
     threads: tuple[ThreadRule, ...] = ()

@@ -91,7 +91,8 @@ def _install_pypi(harness: Harness, folder: Path) -> None:
     _call([_find_python(harness.install.python), "-m", "venv", str(folder / "venv")], folder)
     python = str(folder / "venv" / "bin" / "python")
     _call([python, "-m", "pip", "install", "--quiet", "uv"], folder)
-    _call([python, "-m", "uv", "pip", "install", "--quiet", "--python", python, *harness.install.pypi], folder)
+    uv = [python, "-m", "uv", "pip", "install", "--quiet", "--compile-bytecode", "--python", python]
+    _call([*uv, *harness.install.pypi], folder)
 
 
 def _install_npm(harness: Harness, folder: Path) -> None:

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from manege.sandbox import landlock, seccomp
+from manege.sandbox import landlock, seccomp, terminals
 from manege.sandbox.layers import Layers
 from manege.sandbox.syscalls import ARCH, PR_SET_NO_NEW_PRIVS, drop_capabilities, is_linux, prctl
 
@@ -44,6 +44,8 @@ class Policy:
     """The gateway's port, the only one to connect to (on any host: Landlock knows ports, not addresses)."""
     protected_pids: Sequence[int]
     """Processes that may not be signalled even where Landlock cannot scope signals: the controller."""
+    terminals: bool = False
+    """Whether it gets pseudo-terminals of its own; without, it has none."""
 
 
 def apply(policy: Policy, *, code: Iterable[str], listable: Iterable[str] = ()) -> None:
@@ -51,9 +53,13 @@ def apply(policy: Policy, *, code: Iterable[str], listable: Iterable[str] = ()) 
     names, not files, it may read. Raises OSError."""
     if not is_linux():
         return
+    layers = policy.layers
+    devices = _DEVICES
+    if policy.terminals and layers.landlock_abi:
+        terminals.open_own()
+        devices += terminals.DEVICES
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     drop_capabilities()
-    layers = policy.layers
     if layers.landlock_abi:
         private = [os.path.realpath(path) for path in policy.private]
         parts = [_split(path, private) for path in (*_SYSTEM, *code, *policy.readable)]
@@ -61,7 +67,7 @@ def apply(policy: Policy, *, code: Iterable[str], listable: Iterable[str] = ()) 
             abi=layers.landlock_abi,
             readable=[path for readable, _ in parts for path in readable],
             listable=[*listable, *(path for _, folders in parts for path in folders)],
-            writable=[*_DEVICES, *policy.writable],
+            writable=[*devices, *policy.writable],
             tcp_ports=policy.tcp_ports,
         )
     if layers.seccomp and ARCH is not None:
