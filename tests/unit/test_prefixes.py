@@ -18,8 +18,8 @@ def chat(name, prompt, response, *, messages=(USER,), **changes):
 
 
 def found(index, prompt):
-    known, begin = index.longest(ids_text(np.asarray(prompt, np.int32)))
-    return known and known.call_id, ids_text(np.asarray(prompt, np.int32))[begin:]
+    match = index.match(ids_text(np.asarray(prompt, np.int32)))
+    return match.known and match.known.call_id, match.ids[match.begin :]
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ async def test_after_a_restart_the_index_is_what_the_store_holds(tmp_path):
     indexes = PrefixIndexes(store)
     index = await indexes.of("r", 0)
     assert [found(index, prompt)[0] for prompt in ([1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 8, 1])] == ["c2", None]
-    assert index.longest(b"1,2,3,4,5,6,7")[0].num_messages == 4
+    assert index.match(b"1,2,3,4,5,6,7").known.num_messages == 4
     assert await indexes.of("r", 0) is index
     indexes.forget("r")
     assert await indexes.of("r", 0) is not index

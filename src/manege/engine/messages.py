@@ -21,7 +21,7 @@ from manege.engine.http1 import HttpClient
 from manege.errors import ContextOverflowError, EngineError, ProtocolError
 from manege.types import FinishReason, FloatArray, IntArray, PolicyVersion
 
-__all__ = ["ChatAnswer", "ChatIds", "MessagesEngine"]
+__all__ = ["ChatAnswer", "ChatIds", "MessagesEngine", "parse_answer"]
 
 _PATH = "/v1/chat/completions"
 _UNKNOWN_LOGPROB = -9999.0
@@ -60,7 +60,7 @@ class MessagesEngine:
 
     async def ask(self, body: Mapping[str, Any]) -> dict[str, Any]:
         """A whole answer: one chunk. Raises EngineError, ProtocolError, ContextOverflowError."""
-        return _parsed(await self.post(orjson.dumps(body)), self.url)
+        return parse_answer(await self.post(orjson.dumps(body)), self.url)
 
     async def post(self, body: bytes) -> bytes:
         """The same, not yet read."""
@@ -77,7 +77,7 @@ class MessagesEngine:
             if status != 200:
                 raise _failure(status, b"".join([part async for part in parts]), self.url)
             async for data in events:
-                yield _parsed(data, self.url)
+                yield parse_answer(data, self.url)
 
     async def check(self) -> None:
         """Raises EngineError unless the server answers; any answer that is not a failure of its own will do."""
@@ -181,7 +181,8 @@ async def _events(parts: AsyncGenerator[bytes, None], url: str) -> AsyncGenerato
         raise EngineError(f"{url}{_PATH} ended its stream in the middle of an event: {rest[:200]!r}")
 
 
-def _parsed(raw: bytes, url: str) -> dict[str, Any]:
+def parse_answer(raw: bytes, url: str) -> dict[str, Any]:
+    """A whole answer or a chunk. Raises EngineError for anything else."""
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError as error:

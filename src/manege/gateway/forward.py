@@ -6,10 +6,10 @@ choose otherwise (a model's `generation_config`) is stated, so that training sam
 """
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from manege.engine.base import Generation, Sampling
 from manege.engine.messages import ChatIds, MessagesEngine
@@ -18,11 +18,13 @@ from manege.protocols.base import AskedSampling, InvalidRequest, ModelRequest, R
 from manege.protocols.chat_upstream import UpstreamReply, chat_body
 from manege.types import FinishReason, IntArray, JsonObject, VersionSpan
 
-__all__ = ["Forwarded", "MessagesSource", "sampling_fields"]
+__all__ = ["Forwarded", "MessagesSource", "upstream_body", "within_context", "without_tokens"]
 
 _PASSED_ON = ("chat_template_kwargs", "mm_processor_kwargs", "reasoning_effort")
 """Fields of a caller's body that change the prompt, and that only the engine understands."""
 _NOTHING = ReplyDelta()
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,17 +65,8 @@ class MessagesSource:
 
     async def run(self, engine: MessagesEngine, model: str) -> Forwarded:
         """Ask the engine. Raises EngineError, ProtocolError, ContextOverflowError."""
-        raw = self._request.raw
-        without_settings = replace(self._request, sampling=AskedSampling())
-        body = {**chat_body(without_settings, model=model), **sampling_fields(self._sampling)}
-        body |= {key: raw[key] for key in _PASSED_ON if key in raw}
-        try:
-            return await self._ask(engine, body)
-        except ContextOverflowError:
-            # Unlike ours, most engines refuse a limit on the answer that is larger than the room that is left. Without
-            # one they take the room, which is then the smaller of the two; a prompt without any room fails again.
-            del body["max_tokens"]
-            return await self._ask(engine, body)
+        body = upstream_body(self._request, self._sampling, model=model)
+        return await within_context(body, lambda body: self._ask(engine, body))
 
     def so_far(self) -> Forwarded | None:
         """What there is of an answer that broke off; None before its first token."""
@@ -93,7 +86,7 @@ class MessagesSource:
             return forwarded
         answered = await engine.ask(body)
         ids.add(answered)
-        reply.read(answered)
+        reply.read(without_tokens(answered))
         return self._forwarded(is_complete=True)
 
     def _emit(self, delta: ReplyDelta) -> None:
@@ -129,7 +122,29 @@ class MessagesSource:
         )
 
 
-def sampling_fields(sampling: Sampling) -> dict[str, Any]:
+def without_tokens(answered: dict[str, Any]) -> dict[str, Any]:
+    """A whole answer without what is read by `ChatIds`: objects per token are costly."""
+    choices = [{**choice, "logprobs": None, "token_ids": None} for choice in answered["choices"]]
+    return {**answered, "choices": choices, "prompt_token_ids": None}
+
+
+def upstream_body(request: ModelRequest, sampling: Sampling, *, model: str) -> dict[str, Any]:
+    """What an engine is asked for a whole answer."""
+    body = chat_body(replace(request, sampling=AskedSampling()), model=model)
+    return body | _sampling_fields(sampling) | {key: request.raw[key] for key in _PASSED_ON if key in request.raw}
+
+
+async def within_context(body: dict[str, Any], ask: Callable[[dict[str, Any]], Awaitable[T]]) -> T:
+    """Ask; if the limit on the answer is larger than the room that the prompt leaves, ask without one. Most engines
+    refuse what ours would cut: without a limit they take the room, which is then the smaller of the two, and a prompt
+    that leaves no room is refused again."""
+    try:
+        return await ask(body)
+    except ContextOverflowError:
+        return await ask({key: value for key, value in body.items() if key != "max_tokens"})
+
+
+def _sampling_fields(sampling: Sampling) -> dict[str, Any]:
     """The fields of a chat body that fix how an answer is sampled, and make the engine return its ids."""
     fields: dict[str, Any] = {
         "n": 1,

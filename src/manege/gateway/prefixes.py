@@ -43,6 +43,32 @@ class Known:
         return len(messages) >= self.num_messages and messages[self.num_messages - 1]["role"] == "assistant"
 
 
+class Match:
+    """A prompt, read against an index."""
+
+    def __init__(self, ids: bytes) -> None:
+        self.ids = ids
+        self.known: Known | None = None
+        """The longest call that is a proper prefix."""
+        self.begin = 0
+        """Where in the text the ids begin that are new."""
+        self._hasher = hashlib.blake2b(digest_size=16)
+        self._position = 0
+
+    def hash_up_to(self, length: int) -> bytes:
+        """Of the text up to there; lengths must grow."""
+        self._hasher.update(memoryview(self.ids)[self._position : length])
+        self._position = length
+        return self._hasher.digest()
+
+    def key_with(self, response: bytes) -> tuple[bytes, int]:
+        """Hash and length of the text when it is followed by a response; nothing is hashed twice."""
+        added = b"," + response if response else b""
+        self.hash_up_to(len(self.ids))
+        self._hasher.update(added)
+        return self._hasher.digest(), len(self.ids) + len(added)
+
+
 class PrefixIndex:
     """The calls of one attempt."""
 
@@ -52,37 +78,33 @@ class PrefixIndex:
 
     def parent(self, prompt_ids: IntArray, messages: Sequence[JsonObject]) -> Known | None:
         """The call that a prompt continues, if its messages say so too."""
-        known, _ = self.longest(ids_text(prompt_ids))
+        known = self.match(ids_text(prompt_ids)).known
         return known if known is not None and known.is_continued_by(messages) else None
 
-    def longest(self, ids: bytes) -> tuple[Known | None, int]:
-        """The longest call that is a proper prefix of these ids, and where in their text the new ones begin."""
-        view, hasher, start = memoryview(ids), hashlib.blake2b(digest_size=16), 0
-        found: Known | None = None
-        begin = 0
+    def match(self, ids: bytes) -> Match:
+        """Find the call that these ids continue."""
+        match = Match(ids)
         for length in self._lengths:
             if length >= len(ids):
                 break
-            hasher.update(view[start:length])
-            start = length
-            if ids[length] == _COMMA and (known := self._known.get(hasher.digest())):
-                found, begin = known, length + 1
-        return found, begin
+            # A number may go on where a known text ends.
+            if ids[length] == _COMMA and (known := self._known.get(match.hash_up_to(length))):
+                match.known, match.begin = known, length + 1
+        return match
 
     def add(self, call: Call, parent: Known | None) -> Known:
         """Remember a call."""
         num_messages = len(call.request["messages"]) + 1 + (parent.num_messages if parent else 0)
         num_tokens = len(call.prompt_ids_P) + len(call.response_ids_R)
-        text = ids_text(call.prompt_ids_P) + b"," + ids_text(call.response_ids_R)
         known = Known(call_id=call.id, num_tokens=num_tokens, num_messages=num_messages)
-        self.put(text, known)
+        self.put(Match(ids_text(call.prompt_ids_P)), ids_text(call.response_ids_R), known)
         return known
 
-    def put(self, ids: bytes, known: Known) -> None:
-        """Remember a call by the text of its prompt + response."""
-        key = hashlib.blake2b(ids, digest_size=16).digest()
+    def put(self, prompt: Match, response: bytes, known: Known) -> None:
+        """Remember a call by the texts of its prompt and response; the match cannot be used again."""
+        key, length = prompt.key_with(response)
         if key not in self._known:
-            insort(self._lengths, len(ids))
+            insort(self._lengths, length)
         self._known[key] = known
 
     def forget(self, call_id: CallId) -> None:
