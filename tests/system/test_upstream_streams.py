@@ -138,12 +138,16 @@ async def test_a_stream_that_is_no_whole_answer_is_an_error_that_says_why(body, 
 
 @pytest.mark.parametrize(
     ("body", "media_type"),
-    [("<html>Bad gateway</html>", "text/html"), ("[1, 2]", "application/json"), ("", None)],
-    ids=["HTML", "a list", "nothing"],
+    [
+        ("<html>Bad gateway</html>", "text/html"),
+        ("<html>\n</html>\n", "text/event-stream"),
+        ("[1, 2]", "application/json"),
+    ],
+    ids=["HTML", "HTML that says it were events", "a list"],
 )
 async def test_an_answer_that_is_no_stream_is_an_error_that_shows_it(body, media_type):
     async with upstream_of(streaming(body, media_type)) as engine:
-        with pytest.raises(EngineError, match=f"not a stream of events: {re.escape(repr(body))}"):
+        with pytest.raises(EngineError, match=f"not a stream of events: {re.escape(body[:6])}"):
             await collect(engine.generate(PROMPT, Sampling(max_new_tokens=9)))
 
 
@@ -159,7 +163,7 @@ async def test_a_connection_that_breaks_in_the_middle_is_an_error():
     async with upstream_of(engine_that_answers(make_answer)) as engine:
         chunks = engine.generate(PROMPT, Sampling(max_new_tokens=9))
         assert (await anext(chunks)).ids == [1]
-        with pytest.raises(EngineError, match="broke off its answer"):
+        with pytest.raises(EngineError, match="closed the connection before its answer was complete"):
             await anext(chunks)
 
 

@@ -23,10 +23,12 @@ __all__ = ["AnswerReader", "events", "version_number"]
 _UNKNOWN_LOGPROB = -9999.0
 """What vLLM writes for a log-probability that it does not have."""
 _DONE = b"[DONE]"
+_OTHER_FIELDS = (b":", b"event:", b"id:", b"retry:")
 
 
-async def events(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    """The data of each event to the end of the stream, `[DONE]` left out. A line may be longer than any buffer."""
+async def events(parts: AsyncIterator[bytes], url: str) -> AsyncIterator[bytes]:
+    """The data of each event to the end of the stream, `[DONE]` left out. A line may be longer than any buffer. Raises
+    EngineError for a body that is no stream of events."""
     rest = b""
     async for part in parts:
         *lines, rest = (rest + part).split(b"\n")
@@ -36,6 +38,14 @@ async def events(parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
                 # Read on after it: a connection that is not read to its end cannot be used again.
                 if data != _DONE:
                     yield data
+            else:
+                _check_line(line, url)
+    _check_line(rest, url)
+
+
+def _check_line(line: bytes, url: str) -> None:
+    if line.strip() and not line.startswith((b"data:", *_OTHER_FIELDS)):
+        raise EngineError(f"{url} answered what is not a stream of events: {_text(line)}")
 
 
 class AnswerReader:

@@ -11,14 +11,14 @@ weights that were in use when it came.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from typing import Any, TypeAlias
 
-import aiohttp
 import orjson
 
 from manege.engine.base import Chunk, Constraint, EngineInfo, Sampling, Weights
+from manege.engine.http1 import HttpClient
 from manege.engine.token_stream import AnswerReader, events, version_number
 from manege.errors import ContextOverflowError, EngineError, ProtocolError
 from manege.logs import get_logger, kv
@@ -28,11 +28,6 @@ __all__ = ["UpstreamEngine"]
 
 _log = get_logger("engine")
 
-_CONNECT_S = 10.0
-"""An engine on the same network that does not answer a connection for so long is down."""
-
-
-T = TypeVar("T")
 _Put: TypeAlias = Callable[[Chunk | Exception], None]
 
 
@@ -42,7 +37,7 @@ class UpstreamEngine:
     def __init__(self, url: str, *, version: int = 0) -> None:
         """`url`: root of the server, with or without `/v1`. `version`: of its weights, until the server says."""
         self._url = url.rstrip("/").removesuffix("/v1")
-        self._session: aiohttp.ClientSession | None = None
+        self._http = HttpClient(self._url)
         self._model = ""
         self._is_known = False
         """Model, context limit and version are what the server last said."""
@@ -50,8 +45,6 @@ class UpstreamEngine:
         self._version = PolicyVersion(version)
         self._has_generate = True
         self._num_running = 0
-        self._requests: set[asyncio.Task[Any]] = set()
-        self._closed = False
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> AsyncGenerator[Chunk, None]:
         if not self._is_known:
@@ -63,7 +56,9 @@ class UpstreamEngine:
             )
         params = _params(sampling, min(sampling.max_new_tokens, room))
         arrived: asyncio.Queue[Chunk | Exception] = asyncio.Queue()
-        reading = self._start(self._read_answer(list(prompt_ids), params, arrived.put_nowait))
+        reading = asyncio.create_task(
+            self._read_answer(list(prompt_ids), params, arrived.put_nowait), name="engine-answer"
+        )
         self._num_running += 1
         try:
             while True:
@@ -108,12 +103,7 @@ class UpstreamEngine:
         )
 
     async def close(self) -> None:
-        self._closed = True
-        # A closed session would leave them waiting for ever.
-        for request in self._requests:
-            request.cancel()
-        if self._session is not None:
-            await self._session.close()
+        await self._http.close()
 
     async def _read_model(self) -> None:
         models = await self._call("GET", "/v1/models")
@@ -139,9 +129,6 @@ class UpstreamEngine:
             body = {"model": self._model, "prompt": prompt_ids, **params, "logprobs": 0, "return_token_ids": True}
             if not await self._stream("/v1/completions", body, put):
                 raise EngineError(f"{self._url} serves neither /inference/v1/generate nor /v1/completions")
-        except asyncio.CancelledError:
-            put(self._closed_error())
-            raise
         except Exception as error:  # whatever it is, it belongs to the caller, who would wait for ever
             # It may have been restarted, or have got new weights from elsewhere.
             self._is_known = False
@@ -151,18 +138,17 @@ class UpstreamEngine:
         """Read an answer; False: the server does not serve the path."""
         url = self._url + path
         body = {**body, "stream": True, "stream_options": {"include_usage": True}}
-        async with self._open("POST", path, body) as response:
-            if response.status in (403, 404):
-                return False
-            if response.status == 400 and "structured_outputs" in body.get("sampling_params", body):
-                raise ProtocolError(f"the engine refuses the form of the answer: {await _beginning(response)}")
-            if response.status >= 300:
-                raise EngineError(f"{url} answered {response.status}: {await _beginning(response)}")
-            if response.content_type != "text/event-stream":
-                text = await _beginning(response)
-                raise EngineError(f"{url} answered {response.content_type}, not a stream of events: {text!r}")
+        status, parts = await self._http.stream(path, orjson.dumps(body))
+        async with aclosing(parts):
+            if status >= 300:
+                text = b"".join([part async for part in parts])
+                if status in (403, 404):
+                    return False
+                if status == 400 and "structured_outputs" in body.get("sampling_params", body):
+                    raise ProtocolError(f"the engine refuses the form of the answer: {_beginning(text)}")
+                raise EngineError(f"{url} answered {status}: {_beginning(text)}")
             reader = AnswerReader(url)
-            async for data in events(response.content.iter_any()):
+            async for data in events(parts, url):
                 if chunk := reader.feed(data, self._version):
                     put(chunk)
             put(reader.finish())
@@ -173,60 +159,20 @@ class UpstreamEngine:
         return _checked(status, reply, self._url + path)
 
     async def _send(self, method: str, path: str, body: JsonObject | None = None) -> tuple[int, bytes]:
-        request = self._start(self._exchange(method, path, body))
-        try:
-            return await request
-        except asyncio.CancelledError:
-            if self._closed:
-                raise self._closed_error() from None
-            raise
-
-    async def _exchange(self, method: str, path: str, body: JsonObject | None) -> tuple[int, bytes]:
-        async with self._open(method, path, body) as response:
-            return response.status, await response.read()
-
-    def _start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        """Every request is a task, which `close` can end."""
-        if self._closed:
-            work.close()
-            raise EngineError(f"the client of the engine at {self._url} is closed; make a new one")
-        request = asyncio.create_task(work, name="engine-request")
-        self._requests.add(request)
-        request.add_done_callback(self._requests.discard)
-        return request
-
-    def _closed_error(self) -> EngineError:
-        return EngineError(f"the client of the engine at {self._url} was closed during a request")
-
-    @asynccontextmanager
-    async def _open(self, method: str, path: str, body: JsonObject | None) -> AsyncIterator[aiohttp.ClientResponse]:
-        if self._session is None:
-            timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
-            # The gateway bounds its calls; a second limit here would only hide them.
-            connector = aiohttp.TCPConnector(limit=0)
-            self._session = aiohttp.ClientSession(connector=connector, timeout=timeout)
-        data = None if body is None else orjson.dumps(body)
-        headers = {"content-type": "application/json"}
-        what = "cannot be reached"
-        try:
-            async with self._session.request(method, self._url + path, data=data, headers=headers) as response:
-                what = "broke off its answer"
-                yield response
-        except (TimeoutError, aiohttp.ClientError) as error:
-            raise EngineError(f"the engine at {self._url} {what}: {error!r}; is it running?") from error
-
-
-async def _beginning(response: aiohttp.ClientResponse) -> str:
-    return (await response.content.read(500)).decode(errors="replace")
+        return await self._http.request(method, path, b"" if body is None else orjson.dumps(body))
 
 
 def _checked(status: int, reply: bytes, url: str) -> Any:
     if status >= 300:
-        raise EngineError(f"{url} answered {status}: {reply[:500].decode(errors='replace')}")
+        raise EngineError(f"{url} answered {status}: {_beginning(reply)}")
     try:
         return orjson.loads(reply) if reply else {}
     except orjson.JSONDecodeError as error:
         raise EngineError(f"{url} answered no JSON: {reply[:200]!r}") from error
+
+
+def _beginning(reply: bytes) -> str:
+    return reply[:500].decode(errors="replace")
 
 
 def _params(sampling: Sampling, max_new_tokens: int) -> dict[str, Any]:
