@@ -36,6 +36,10 @@ __all__ = [
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 """A batch of rollouts with large tasks, or a prompt of a million tokens as text, fits."""
+MAX_DEPTH = 100
+"""Levels of lists and objects in a body; no client comes near. What is read becomes a part of other things, and JSON
+writers and pydantic stop at about 250."""
+_WRITER_DEPTH = 254
 RETRY_AFTER_S = 5
 """After a 503."""
 
@@ -90,9 +94,21 @@ async def read_json(request: Request, limit_bytes: int = MAX_BODY_BYTES) -> Any:
     """A JSON body; an empty one is {}. Raises ProtocolError, BodyTooLargeError."""
     raw = await read_body(request, limit_bytes)
     try:
-        return orjson.loads(raw) if raw else {}
+        body = orjson.loads(raw) if raw else {}
     except orjson.JSONDecodeError as error:
         raise ProtocolError(f"the body is not valid JSON: {error}") from error
+    _check_depth(body)
+    return body
+
+
+def _check_depth(body: Any) -> None:
+    """Written inside so many lists, only MAX_DEPTH levels are left; faster than a walk of ours."""
+    for _ in range(_WRITER_DEPTH - MAX_DEPTH):
+        body = [body]
+    try:
+        orjson.dumps(body)
+    except orjson.JSONEncodeError as error:
+        raise ProtocolError(f"the body is nested deeper than {MAX_DEPTH} levels; send it flatter") from error
 
 
 async def read_object(request: Request, limit_bytes: int = MAX_BODY_BYTES) -> dict[str, Any]:

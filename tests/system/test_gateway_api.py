@@ -12,8 +12,8 @@ from manege.engine.base import Weights
 from manege.errors import (
     ConfigError,
     ConflictError,
-    ForbiddenError,
     NotFoundError,
+    UnauthorizedError,
     UnavailableError,
     UnprocessableError,
 )
@@ -80,7 +80,7 @@ async def test_errors_come_back_as_our_classes(client, gateway):
     with pytest.raises(UnprocessableError, match="max_attempts"):
         await client.create_rollouts([spec("b", max_attempts=0)])
     async with Client(gateway.url, "mo-wrong") as stranger:
-        with pytest.raises(ForbiddenError):
+        with pytest.raises(UnauthorizedError):
             await stranger.get_rollout("a")
 
 
@@ -103,6 +103,28 @@ async def test_a_body_that_is_no_object_is_400_with_our_error_object(http, body)
         error = answer.json()["error"]
         assert (answer.status_code, error["status"], error["code"]) == (400, 400, "invalid_request_error")
         assert error["message"]
+
+
+async def test_what_is_nested_too_deeply_to_be_read_again_is_refused_and_spoils_nothing(http, client):
+    paths = {
+        "/api/rollouts": '[{"input": %s}]',
+        "/api/rollouts/batch": '[{"id": "a", "run": "r", "task": {"id": "t", "input": {"a": %s}}}]',
+        "/api/leases": '{"a": %s}',
+    }
+    for depth in (101, 200, 100_000):
+        for path, body in paths.items():
+            answer = await http.post(path, content=body % ("[" * depth + "]" * depth))
+            assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_request_error")
+    answer = await http.post("/api/rollouts", content='[{"input": %s}]' % ("[" * 98 + "]" * 98))
+    assert answer.status_code == 201
+    (claim,) = await client.claim(controller="c", limit=9, lease_s=30)
+    assert (await http.get(f"/api/rollouts/{claim.rollout.spec.id}")).status_code == 200
+
+
+async def test_metadata_that_only_the_gateway_may_write_is_refused(client, http):
+    with pytest.raises(UnprocessableError, match=r"metadata\.agent_lightning"):
+        await client.create_rollouts([spec("a", metadata={"agent_lightning": {}})])
+    assert (await http.get("/api/rollouts")).json() == []
 
 
 @pytest.mark.parametrize("reward", [b'"0.5"', b"NaN", b"Infinity", b"-Infinity", b"true", b"[1]", b"{}"])

@@ -69,18 +69,22 @@ OPERATOR_ROUTES = [
 ]
 
 
-async def test_operator_routes_refuse_agents_strangers_and_the_keyless(http, keys, gateway):
-    names = {"rollout_id": "a", "attempt:int": "0", "run_id": "run"}
-    served = set()
-    for route in gateway.app.routes:
-        path = re.sub(r"{([^}]+)}", lambda found: names.get(found[1], found[0]), route.path)
-        served |= {(method, path) for method in route.methods - {"HEAD"}}
-    for_agents = {(method, path) for method, path in served if "{attempt}" in path or path.startswith("/v1/")}
-    assert served - for_agents - {("GET", "/healthz")} == set(OPERATOR_ROUTES)
+async def test_operator_routes_refuse_agents_strangers_and_the_keyless(http, keys):
+    names = {"rollout_id": "a", "attempt": "0", "run_id": "run"}
+    described = (await http.get("/openapi.json")).json()["paths"]
+    for_operators = {
+        (method.upper(), re.sub(r"{(\w+)}", lambda found: names[found[1]], path))
+        for path, operations in described.items()
+        for method, operation in operations.items()
+        if operation.get("x-key") == "operator"
+    }
+    assert for_operators == set(OPERATOR_ROUTES)
+    unknown = (401, "invalid_api_key")
+    tries = [(bearer(keys["a"]), (403, "forbidden")), (bearer("mo-wrong"), unknown), ({"x-api-key": ""}, unknown)]
     for method, path in OPERATOR_ROUTES:
-        for headers in (bearer(keys["a"]), bearer("mo-wrong"), {"x-api-key": ""}, {}):
+        for headers, refused in [*tries, ({}, unknown)]:
             answer = await http.request(method, path, headers=headers)
-            assert (answer.status_code, answer.json()["error"]["code"]) == (403, "forbidden"), (method, path)
+            assert (answer.status_code, answer.json()["error"]["code"]) == refused, (method, path)
     assert (await http.get("/api/rollouts/a", headers=bearer(OPERATOR_KEY))).status_code == 200
 
 
@@ -105,9 +109,11 @@ async def test_a_key_may_stand_in_any_of_the_usual_places(http, keys):
         ("operator", MODELS.format("a", 1, "train"), 409),
         ("operator", MODELS.format("none", 0, "train"), 404),
         ("operator", MODELS.format("a", "x", "train"), 404),
+        ("operator", MODELS.format("a", "9" * 25, "train"), 404),
+        ("operator", MODELS.format("a", "9" * 5000, "train"), 404),
         ("operator", "/v1/models", 403),
-        ("forged", "/v1/models", 403),
-        ("foreign", "/v1/models", 403),
+        ("forged", "/v1/models", 401),
+        ("foreign", "/v1/models", 401),
     ],
 )
 async def test_a_key_is_good_for_its_own_attempt_and_mode(http, keys, key, path, status):
@@ -118,20 +124,23 @@ async def test_a_key_is_good_for_its_own_attempt_and_mode(http, keys, key, path,
 
 async def test_agents_post_events_but_rewards_only_where_they_judge_themselves(http, keys, client):
     assert (await post_event(http, keys["a"], "a", data={"x": 1})).json()["data"] == {"x": 1}
+    given = keys | {"operator": OPERATOR_KEY}
     table = [
         ("a", "reward", 403),
         ("own", "reward", 200),
         ("a", "model_request", 403),
+        ("operator", "model_request", 403),
         ("own", "late.call", 403),
         ("own", "engine.error", 403),
     ]
     for name, event_type, status in table:
-        assert (await post_event(http, keys[name], name, 0, event_type, {"value": 0.5})).status_code == status
+        named = "a" if name == "operator" else name
+        assert (await post_event(http, given[name], named, 0, event_type, {"value": 0.5})).status_code == status
     assert (await post_event(http, keys["a"], "own")).status_code == 403
     assert (await post_event(http, keys["a"], "a", event_type="")).status_code == 422
     assert (await http.post(EVENTS.format("a", 0), content=b"[]", headers=bearer(keys["a"]))).status_code == 400
     large = await post_event(http, keys["a"], "a", data={"x": "y" * 2_000_000})
-    assert (large.status_code, "larger than" in large.text) == (400, True)
+    assert (large.status_code, "larger than" in large.text) == (413, True)
     ended = await client.finish("own", 0, Ending(outcome=Outcome.OK))
     assert ended.reward == 0.5
 

@@ -25,10 +25,12 @@ from manege.http import read_json
 from manege.store.sql import SqlStore
 from manege.types import TERMINAL, Event, Rollout, RolloutId
 
-__all__ = ["AgentIdentity", "Auth", "operator_key"]
+__all__ = ["AgentIdentity", "Auth", "operator_key", "path_attempt"]
 
 Handler = Callable[[Request], Awaitable[Response]]
 
+MAX_ATTEMPT_DIGITS = 5
+"""Nobody tries a rollout again 100,000 times."""
 MAX_LATE_BYTES = 65536
 """Of the body of a late call or event that is kept; a longer one is noted without its body."""
 
@@ -122,7 +124,7 @@ class Auth:
         prefix, _, rest = key.partition("-")
         number, _, rest = rest.partition("-")
         signature, _, rollout_id = rest.partition("-")
-        if prefix == "mk" and number.isdecimal() and len(number) < 6 and rollout_id:
+        if prefix == "mk" and number.isdecimal() and len(number) <= MAX_ATTEMPT_DIGITS and rollout_id:
             expected = self._sign(RolloutId(rollout_id), int(number))
             if hmac.compare_digest(signature.encode(), expected.encode()):
                 return RolloutId(rollout_id), int(number)
@@ -164,6 +166,14 @@ def operator_key(folder: Path) -> str:
     return key
 
 
+def path_attempt(request: Request) -> int:
+    """The attempt that a path names. Raises NotFoundError for what is no number, or one that no rollout has."""
+    number = request.path_params["attempt"]
+    if not number.isdecimal() or len(number) > MAX_ATTEMPT_DIGITS:
+        raise NotFoundError(f"attempt {number!r:.40} does not exist; attempts are numbers from 0")
+    return int(number)
+
+
 def _given_key(request: Request) -> str:
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
     candidates = (
@@ -188,10 +198,7 @@ def _named_by_path(request: Request, owner: tuple[RolloutId, int] | None) -> tup
                 "the operator key does not say which attempt calls; use the path with the rollout's id"
             )
         return owner
-    number = str(request.path_params["attempt"])
-    if not number.isdecimal():
-        raise NotFoundError(f"attempt {number!r} of rollout {named} does not exist; attempts are numbers from 0")
-    path = RolloutId(named), int(number)
+    path = RolloutId(named), path_attempt(request)
     if owner is not None and owner != path:
-        raise ForbiddenError(f"the key belongs to another attempt than the path, attempt {number} of rollout {named}")
+        raise ForbiddenError(f"the key belongs to another attempt than the path, attempt {path[1]} of rollout {named}")
     return path

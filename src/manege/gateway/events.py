@@ -1,7 +1,7 @@
 """Routes of a rollout's log: agents and operators append, operators read (in Agent Lightning's shapes).
 
-An agent may not write what only we may say (`model_request`, `late.*`, `policy.*`, `engine.*`), and a reward only where
-the run lets its agents judge themselves.
+Nobody writes `model_request`, since calls are shown so. An agent may not write what only we may say (`late.*`,
+`policy.*`, `engine.*`), and a reward only where the run lets its agents judge themselves.
 """
 
 from typing import Annotated, Any, Literal
@@ -23,7 +23,9 @@ __all__ = ["event_routes"]
 
 MAX_EVENT_BYTES = 1024 * 1024
 """Logs are for people; large results belong into files."""
-OUR_EVENTS = ("model_request", "late.", "policy.", "engine.")
+OUR_EVENTS = ("late.", "policy.", "engine.")
+CALL_EVENT = "model_request"
+"""How calls are shown in a log; nobody writes it."""
 
 
 class _NewEvent(BaseModel):
@@ -65,6 +67,8 @@ class _Events:
     async def append(self, _request: Request, body: _NewEvent, identity: AgentIdentity) -> Response:
         """Append to an attempt's log, also with the agent's key; a `reward` only where `reward_from` is `agent`."""
         services = self._services
+        if body.event_type == CALL_EVENT:
+            raise ForbiddenError(f"events of type {CALL_EVENT!r} are calls that the gateway recorded; use another name")
         if not identity.is_operator:
             _check_agent_may(identity, body.event_type)
         if body.event_type == "reward":
@@ -86,9 +90,7 @@ class _Events:
         rollout = await self._services.store.get_rollout(rollout_id)
         wanted = query.event_type
         events = await self._services.store.events(rollout_id)
-        calls = (
-            (await self._services.store.calls([rollout_id]))[rollout_id] if wanted in (None, "model_request") else ()
-        )
+        calls = (await self._services.store.calls([rollout_id]))[rollout_id] if wanted in (None, CALL_EVENT) else ()
         views = lightning.events_view(rollout, events, calls, self._services.model_name)
         views = [view for view in views if wanted in (None, view["event_type"])]
         return answer(lightning.triplets(views) if query.format else views)

@@ -1,7 +1,7 @@
 """Rollouts, events and calls in Agent Lightning's shapes; pure.
 
 Its rollouts get the run `default` and post their own reward; what it sends and we have no word for (runner config, its
-metadata) is kept in `spec.metadata["agent_lightning"]` and given back. `cancelled` reads as `failed` there. Calls and
+metadata) is kept in `spec.metadata[KEPT]` and given back. `cancelled` reads as `failed` there. Calls and
 verdicts are not events of ours: they are shown as `model_request` and `reward` events, as its trainer reads them.
 """
 
@@ -36,6 +36,8 @@ __all__ = [
     "triplets",
 ]
 
+KEPT = "agent_lightning"
+"""Only written here, so that it can be read without checks."""
 ROLLOUT_ID_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._:-]{0,199}$"
 """Ids stand in paths, keys and file names."""
 
@@ -80,14 +82,14 @@ def to_spec(create: Create) -> RolloutSpec:
         ),
         is_train=create.is_train,
         reward_from="agent",
-        metadata={"agent_lightning": kept},
+        metadata={KEPT: kept},
     )
 
 
 def rollout_view(rollout: Rollout) -> dict[str, Any]:
     """A rollout with its nested status object."""
     spec = rollout.spec
-    kept = spec.metadata.get("agent_lightning", {"config": {}, "metadata": dict(spec.metadata), "is_object": True})
+    kept = spec.metadata.get(KEPT, {"config": {}, "metadata": dict(spec.metadata), "is_object": True})
     started = rollout.started_s is not None
     return {
         "rollout_id": spec.id,

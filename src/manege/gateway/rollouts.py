@@ -14,6 +14,7 @@ from starlette.routing import Route
 
 from manege.errors import ConflictError, NotFoundError, UnprocessableError
 from manege.gateway import lightning
+from manege.gateway.auth import path_attempt
 from manege.gateway.declare import answers, asks, takes
 from manege.gateway.services import Services
 from manege.http import answer
@@ -80,7 +81,7 @@ def rollout_routes(services: Services) -> list[Route]:
         Route(one, operator(handlers.patch), methods=["PATCH"]),
         Route(one, operator(handlers.delete), methods=["DELETE"]),
         Route(f"{one}/cancel", operator(handlers.cancel), methods=["POST"]),
-        Route(f"{one}/attempt/{{attempt:int}}/finish", operator(handlers.finish), methods=["POST"]),
+        Route(f"{one}/attempt/{{attempt}}/finish", operator(handlers.finish), methods=["POST"]),
         Route("/api/calls", operator(handlers.calls), methods=["POST"]),
     ]
 
@@ -175,7 +176,7 @@ class _Rollouts:
     async def finish(self, request: Request, body: _Finish) -> Response:
         """End an attempt with its outcome, reward and evidence; an infrastructure failure may queue another one."""
         ending = Ending(outcome=body.outcome, reward=body.reward, message=body.message, evidence=body.evidence)
-        rollout = await self._store.finish(_rollout_id(request), request.path_params["attempt"], ending)
+        rollout = await self._store.finish(_rollout_id(request), path_attempt(request), ending)
         return answer(self._changed(rollout))
 
     @takes(_RolloutIds)
@@ -211,5 +212,7 @@ def _check(spec: RolloutSpec) -> None:
         raise UnprocessableError(f"rollout id {spec.id!r}: use up to 200 letters, digits and any of . _ : -")
     if spec.reward_from not in ("scorer", "agent"):
         raise UnprocessableError(f"rollout {spec.id}: reward_from = {spec.reward_from!r} must be 'scorer' or 'agent'")
+    if lightning.KEPT in spec.metadata:
+        raise UnprocessableError(f"rollout {spec.id}: metadata.{lightning.KEPT} is the gateway's own; use another name")
     if spec.max_attempts < 1:
         raise UnprocessableError(f"rollout {spec.id}: max_attempts = {spec.max_attempts} must be at least 1")
