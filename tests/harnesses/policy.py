@@ -66,7 +66,7 @@ def _answer(shell: Shell, prompt: str) -> str:
         seen = prompt.rpartition(_END + "\n<|im_start|>")[0].rpartition(_TURN)[2]
         words = re.findall(r"secret-[a-z]+", seen.partition(_END)[2])
         second = words[1] if len(words) > 1 else "unseen"
-        return shell.act(f"sed -i 's/{second}/{second.upper()}/' words.txt")
+        return shell.act(f"sed 's/{second}/{second.upper()}/' words.txt > words.new && mv words.new words.txt")
     if num_turns == 2:
         return shell.act("wc -l < words.txt > count.txt; cat words.txt count.txt")
     return shell.finish if isinstance(shell.finish, str) else shell.finish()

@@ -6,7 +6,7 @@ configuration files of a harness are written into the attempt's private home.
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 
 from manege.config import AgentConfig
@@ -37,7 +37,8 @@ class Launch:
     javascript: bool = False
     """See `Harness.javascript`."""
     terminals: bool = False
-    """See `Policy.terminals`."""
+    """See `Policy`, as for `folders`."""
+    folders: Mapping[str, str] = field(default_factory=dict)
 
 
 def find_program(agent: AgentConfig) -> Program:
@@ -76,12 +77,18 @@ def harness_launch(
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(_fill(harness, text, fields), encoding="utf-8")
     first, *arguments = harness.command
+    places = {}
+    for number, place in enumerate(harness.folders):
+        own = folders.root / f"folder{number}"
+        own.mkdir(mode=0o700)
+        places[_fill(harness, place, {"uid": os.getuid()})] = str(own)
     return Launch(
         program=[installed.program(first), *(_fill(harness, argument, fields) for argument in arguments)],
         env=_path(installed) | {key: _fill(harness, value, fields) for key, value in harness.env.items()},
         readable=installed.readable,
         javascript=harness.javascript,
         terminals=harness.terminals,
+        folders=places,
     )
 
 

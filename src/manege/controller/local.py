@@ -139,6 +139,7 @@ class LocalRunner:
             tcp_ports=[_port(gateway_url)],
             protected_pids=[os.getpid()],
             terminals=launch.terminals,
+            folders=launch.folders,
         )
         spec = ProcessSpec(
             program=launch.program,

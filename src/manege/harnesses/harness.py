@@ -100,6 +100,9 @@ class Harness(_Table):
     """Its engine reserves far more address space than it uses, so only what it uses can be limited."""
     terminals: bool = False
     """It runs commands in pseudo-terminals."""
+    folders: tuple[str, ...] = ()
+    """Folders that it writes to at a fixed place; each rollout finds an empty one of its own there. `{uid}`: the user's
+    number."""
     headers: dict[LowerCase, Pattern] = Field(default_factory=dict)
     """What its calls are recognised by when it was started by hand; empty: by nothing that others do not send."""
     threads: tuple[ThreadRule, ...] = ()

@@ -5,10 +5,10 @@ agent's first instruction. Everything that is not listed is unreadable, home fol
 """
 
 import os
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from manege.sandbox import landlock, seccomp, terminals
+from manege.sandbox import landlock, mounts, seccomp
 from manege.sandbox.layers import Layers
 from manege.sandbox.syscalls import ARCH, PR_SET_NO_NEW_PRIVS, drop_capabilities, is_linux, prctl
 
@@ -46,6 +46,8 @@ class Policy:
     """Processes that may not be signalled even where Landlock cannot scope signals: the controller."""
     terminals: bool = False
     """Whether it gets pseudo-terminals of its own; without, it has none."""
+    folders: Mapping[str, str] = field(default_factory=dict)
+    """Folders at a fixed place, and the private folder that it finds there."""
 
 
 def apply(policy: Policy, *, code: Iterable[str], listable: Iterable[str] = ()) -> None:
@@ -54,10 +56,10 @@ def apply(policy: Policy, *, code: Iterable[str], listable: Iterable[str] = ()) 
     if not is_linux():
         return
     layers = policy.layers
-    devices = _DEVICES
-    if policy.terminals and layers.landlock_abi:
-        terminals.open_own()
-        devices += terminals.DEVICES
+    writable = [*_DEVICES, *policy.writable]
+    if layers.landlock_abi and (policy.terminals or policy.folders):
+        mounts.change_view(terminals=policy.terminals, folders=policy.folders)
+        writable += [*(mounts.TERMINALS if policy.terminals else ()), *policy.folders]
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     drop_capabilities()
     if layers.landlock_abi:
@@ -67,7 +69,7 @@ def apply(policy: Policy, *, code: Iterable[str], listable: Iterable[str] = ()) 
             abi=layers.landlock_abi,
             readable=[path for readable, _ in parts for path in readable],
             listable=[*listable, *(path for _, folders in parts for path in folders)],
-            writable=[*devices, *policy.writable],
+            writable=writable,
             tcp_ports=policy.tcp_ports,
         )
     if layers.seccomp and ARCH is not None:
