@@ -1,17 +1,17 @@
 """Routes of the engine registry, in Agent Lightning's shapes; what they do is in `pool.py`."""
 
-from pydantic import TypeAdapter
+from collections.abc import Sequence
+
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from manege.gateway.declare import answers, takes
 from manege.gateway.pool import Registration
 from manege.gateway.services import Services
-from manege.http import answer, read_json, validated
+from manege.http import answer
 
 __all__ = ["model_routes"]
-
-_REGISTRATIONS = TypeAdapter(list[Registration])
 
 
 def model_routes(services: Services) -> list[Route]:
@@ -28,9 +28,10 @@ class _Models:
     def __init__(self, services: Services) -> None:
         self._engine = services.engine
 
-    async def register(self, request: Request) -> Response:
+    @takes(list[Registration])
+    @answers(201)
+    async def register(self, _request: Request, added: Sequence[Registration]) -> Response:
         """Serve model calls by these engines (`model`, `endpoint`, `version`), from now on; each is tried first."""
-        added = validated(_REGISTRATIONS, await read_json(request))
         await self._engine.register(added)
         return answer(added, 201)
 
