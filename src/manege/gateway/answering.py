@@ -7,26 +7,23 @@ sampled, as not delivered.
 import asyncio
 import hashlib
 from collections.abc import Callable, Sequence
-from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-import numpy as np
 import orjson
 
-from manege.engine.base import Constraint
-from manege.errors import EngineError, ManegeError
-from manege.gateway.admission import Admitted, admit
+from manege.errors import ManegeError
 from manege.gateway.auth import AgentIdentity
-from manege.gateway.capture import Capture, choice_of, new_call, new_call_id
-from manege.gateway.continuation import Conversation, Prompt
+from manege.gateway.capture import choice_of, new_call, new_call_id
 from manege.gateway.flights import Flight
+from manege.gateway.message_source import MessageSource
 from manege.gateway.services import Services
+from manege.gateway.sources import Answer, AnswerSource
+from manege.gateway.token_source import TokenSource
 from manege.logs import get_logger, kv
-from manege.protocols.base import Choice, InvalidRequest, ModelReply, ModelRequest, ReplyHead
-from manege.rendering.base import Renderer
-from manege.types import Call, CallId, Delivered, Event, FinishReason, JsonObject
+from manege.protocols.base import ModelReply, ModelRequest, ReplyDelta, ReplyHead
+from manege.types import Call, CallId, Delivered, Event
 
-__all__ = ["Answering", "constraint_of", "prompt_of"]
+__all__ = ["Answering"]
 
 _log = get_logger("gateway")
 
@@ -63,158 +60,99 @@ class Answering:
             return await self._answer(flight)
         except ManegeError as error:
             if error.status >= 500:
-                await self._note_error(error)
+                _log.warning(kv("a model call failed", rollout=self.identity.rollout_id, reason=error))
+                await self._note("call.error", status=error.status, message=str(error))
             raise
 
     async def _answer(self, flight: Flight) -> ModelReply:
         services, request = self.services, self.request
         created_s = services.clock()
-        setting = await services.settings.of(self.identity.rollout.spec.run)
-        conversation = await services.conversations.of(self.identity.rollout_id, self.identity.attempt)
-        prompt = prompt_of(request, conversation, services.renderer)
-        admitted = admit(
-            request.sampling,
-            spec=self.identity.rollout.spec,
-            limits=setting.sampling,
-            num_prompt=len(prompt.ids),
-            context_limit=services.context_limit,
-            stop_ids=services.renderer.stop_ids,
-            constraint=constraint_of(request, prompt, services.renderer),
-        )
+        kind = MessageSource if services.engine.mode == "messages" else TokenSource
+        source: AnswerSource = await kind.admit(services, self.identity, request, self._session)
         ids = [new_call_id() for _ in range(request.num_choices)]
+        prompt_ids = [] if source.prompt is None else source.prompt.ids.tolist()
         head = ReplyHead(
             id=ids[0],
             created_s=created_s,
             model=services.model_name,
-            num_prompt=len(prompt.ids),
-            prompt_ids=prompt.ids.tolist() if request.wants_token_ids else None,
+            num_prompt=len(prompt_ids),
+            prompt_ids=prompt_ids if prompt_ids and request.wants_token_ids else None,
         )
         flight.begin(head)
         try:
             async with asyncio.TaskGroup() as group:
                 made = [
-                    group.create_task(self._choice(flight, index, call_id, prompt, admitted, conversation, created_s))
+                    group.create_task(self._choice(flight, index, call_id, source, created_s))
                     for index, call_id in enumerate(ids)
                 ]
         except ExceptionGroup as failed:
             raise failed.exceptions[0] from None
         answers = [task.result() for task in made]
+        first = answers[0]
         return ModelReply(
-            head=head,
-            num_cached=max(num_cached for _, num_cached in answers),
-            choices=[choice for choice, _ in answers],
+            head=replace(
+                head,
+                num_prompt=first.num_prompt,
+                prompt_ids=first.prompt.ids.tolist() if request.wants_token_ids else None,
+            ),
+            num_cached=max(answer.generation.num_cached for answer in answers),
+            choices=[choice_of(request, answer, services.renderer) for answer in answers],
         )
 
     async def _choice(
-        self,
-        flight: Flight,
-        index: int,
-        call_id: CallId,
-        prompt: Prompt,
-        admitted: Admitted,
-        conversation: Conversation,
-        created_s: float,
-    ) -> tuple[Choice, int]:
-        """One answer, stored, and how many of its prompt tokens were cached."""
-        services = self.services
-        capture = Capture(self.request, prompt, services.renderer)
+        self, flight: Flight, index: int, call_id: CallId, source: AnswerSource, created_s: float
+    ) -> Answer:
+        """One answer, stored."""
 
-        async def keep(*, aborted: bool) -> Call:
-            generation = capture.collector.generation(aborted=aborted)
+        def emit(delta: ReplyDelta) -> None:
+            flight.emit(index, delta)
+
+        async def keep(answer: Answer, delivered: Delivered) -> Call:
             call = new_call(
                 call_id,
                 self.request,
-                prompt,
-                generation,
-                capture.message(),
+                answer,
                 identity=self.identity,
                 protocol=self.protocol,
-                admitted=admitted,
+                admitted=source.admitted,
                 thread=self.thread,
                 edits=self.edits,
                 headers=self.headers,
-                delivered=Delivered.NO if aborted else Delivered.UNKNOWN,
+                delivered=delivered,
                 created_s=created_s,
-                ended_s=services.clock(),
+                ended_s=self.services.clock(),
             )
-            await services.store.add_call(call)
+            await self.services.store.add_call(call)
             return call
 
+        one = source.choice(emit)
         try:
-            async with services.gate.enter(self.hold_s):
-                chunks = services.engine.generate(prompt.ids.tolist(), admitted.sampling)
-                async with aclosing(chunks):
-                    async for chunk in chunks:
-                        if chunk.finish_reason is FinishReason.ABORT:
-                            raise EngineError("the engine aborted the answer; see its log")
-                        if delta := capture.add(chunk):
-                            flight.emit(index, delta)
-            if delta := capture.finish():
-                flight.emit(index, delta)
-            call = await keep(aborted=False)
+            async with self.services.gate.enter(self.hold_s):
+                answer = await one.run()
+            call = await keep(answer, Delivered.UNKNOWN)
         except BaseException:
-            if capture.collector.ids:
-                await keep(aborted=True)
+            if partial := one.so_far():
+                await keep(partial, Delivered.NO)
             raise
         flight.calls.append(call)
-        if self.request.prompt is None:
-            conversation.add(call)
-        services.counters.count_call(call)
-        choice = choice_of(self.request, call, capture.stopped_by, services.renderer)
-        return choice, capture.collector.generation().num_cached
+        source.add(call)
+        self.services.counters.count_call(call)
+        if answer.flaw is not None:
+            self.services.counters.add("manege_calls_without_ids_total")
+            await self._note("call.without_ids", call=call_id, message=answer.flaw)
+        return answer
 
-    async def _note_error(self, error: ManegeError) -> None:
-        _log.warning(kv("a model call failed", rollout=self.identity.rollout_id, reason=error))
+    @property
+    def _session(self) -> str:
+        """Calls of one session share a cache: those of one thread of an attempt."""
+        return f"{self.identity.rollout_id}/{self.identity.attempt}/{self.thread}"
+
+    async def _note(self, event_type: str, **data: object) -> None:
         event = Event(
             rollout_id=self.identity.rollout_id,
             attempt=self.identity.attempt,
-            event_type="call.error",
-            data={"protocol": self.protocol, "thread": self.thread, "status": error.status, "message": str(error)},
+            event_type=event_type,
+            data={"protocol": self.protocol, "thread": self.thread, **data},
             timestamp_s=self.services.clock(),
         )
         await self.services.store.add_event(event)
-
-
-def prompt_of(request: ModelRequest, conversation: Conversation, renderer: Renderer) -> Prompt:
-    """The ids to sample from. Raises ProtocolError."""
-    if request.has_images:
-        raise InvalidRequest("the messages hold images, but this model reads text only; leave them out")
-    if request.prompt is None:
-        return conversation.prompt(request, renderer)
-    ids = renderer.encode(request.prompt) if isinstance(request.prompt, str) else request.prompt
-    unknown = [token for token in ids if token >= renderer.vocab_size]
-    if unknown:
-        raise InvalidRequest(
-            f"prompt holds token id {unknown[0]}, but the model's ids are below {renderer.vocab_size}", param="prompt"
-        )
-    return Prompt(ids=np.asarray(ids, np.int32), parent=None, new_messages=())
-
-
-def constraint_of(request: ModelRequest, prompt: Prompt, renderer: Renderer) -> Constraint | None:
-    """What the answer must look like: a required tool call, or JSON. Raises InvalidRequest."""
-    ids = prompt.ids.tolist()
-    if request.tool_choice == "required":
-        grammar = renderer.tool_grammar(ids, _offered(request), max_calls=request.max_tool_calls)
-        if grammar is None:
-            raise InvalidRequest(
-                "tool_choice asks for a tool call, but the form of this model's tool calls is not known; send 'auto'",
-                param="tool_choice",
-            )
-        return Constraint(grammar=grammar)
-    if request.json_schema is None:
-        return None
-    return Constraint(
-        grammar=renderer.json_grammar(ids, request.json_schema),
-        json_schema=orjson.dumps(request.json_schema).decode(),
-    )
-
-
-def _offered(request: ModelRequest) -> Sequence[JsonObject]:
-    if request.forced_tool is None:
-        offered = request.tools
-    else:
-        offered = [tool for tool in request.tools if tool["function"]["name"] == request.forced_tool]
-    if not offered:
-        named = "a tool call" if request.forced_tool is None else f"tool {request.forced_tool!r}"
-        raise InvalidRequest(f"tool_choice asks for {named}, which is not among the tools", param="tool_choice")
-    return offered

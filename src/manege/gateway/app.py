@@ -21,6 +21,7 @@ from manege.gateway.metrics import Counters
 from manege.gateway.models import model_routes
 from manege.gateway.openapi import description_routes
 from manege.gateway.pool import EnginePool
+from manege.gateway.prefixes import PrefixIndexes
 from manege.gateway.proxy import proxy_routes
 from manege.gateway.rollouts import rollout_routes
 from manege.gateway.runs import run_routes
@@ -54,6 +55,7 @@ def create_app(
         feed=Feed(),
         counters=Counters(),
         conversations=Conversations(store),
+        prefixes=PrefixIndexes(store),
         flights=Flights(),
         settings=RunSettings(store),
         model_name=model_name,

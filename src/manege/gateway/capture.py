@@ -4,10 +4,11 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from manege.engine.base import Chunk, Collector, Generation
+from manege.engine.base import Chunk, Collector
 from manege.gateway.admission import Admitted
 from manege.gateway.auth import AgentIdentity
 from manege.gateway.continuation import Prompt
+from manege.gateway.sources import Answer
 from manege.protocols.base import Choice, ModelRequest, ReplyDelta, TokenLogprob
 from manege.rendering.base import ParsedReply, Renderer
 from manege.types import Call, CallId, Delivered, JsonObject
@@ -109,9 +110,7 @@ def new_call_id() -> CallId:
 def new_call(
     call_id: CallId,
     request: ModelRequest,
-    prompt: Prompt,
-    generation: Generation,
-    message: JsonObject,
+    answer: Answer,
     *,
     identity: AgentIdentity,
     protocol: str,
@@ -124,7 +123,7 @@ def new_call(
     ended_s: float,
 ) -> Call:
     """The call as it is stored, its messages and tools canonical; a continued call keeps only what its parent lacks."""
-    body = dict(request.raw)
+    body, prompt, generation = dict(request.raw), answer.prompt, answer.generation
     if request.prompt is None:
         for name in ("tools", *_MESSAGES.get(protocol, ())):
             body.pop(name, None)
@@ -146,7 +145,7 @@ def new_call(
         finish_reason=generation.finish_reason,
         delivered=delivered,
         request=body,
-        reply=message,
+        reply=answer.message,
         overridden=admitted.overridden,
         thread=thread,
         headers={name: value for name, value in headers() if name not in _UNRECORDED},
@@ -157,15 +156,22 @@ def new_call(
     )
 
 
-def choice_of(request: ModelRequest, call: Call, stopped_by: str | None, renderer: Renderer) -> Choice:
-    """A stored call as an answer on the wire."""
-    ids = call.response_ids_R.tolist()
+def choice_of(request: ModelRequest, answer: Answer, renderer: Renderer) -> Choice:
+    """An answer as the wire shows it."""
+    generation = answer.generation
+    ids = generation.ids_R.tolist()
+    logprobs: Sequence[TokenLogprob] = ()
+    if request.wants_logprobs and answer.texts is not None:
+        pairs = zip(answer.texts, generation.logprobs_R.tolist(), strict=True)
+        logprobs = [TokenLogprob(text=text, logprob=logprob) for text, logprob in pairs]
+    elif request.wants_logprobs:
+        logprobs = _logprobs(ids, generation.logprobs_R.tolist(), renderer)
     return Choice(
-        message=call.reply,
-        finish_reason=call.finish_reason,
-        stop_sequence=stopped_by,
-        num_sampled=len(ids),
-        logprobs=_logprobs(ids, call.logprobs_R.tolist(), renderer) if request.wants_logprobs else (),
+        message=answer.message,
+        finish_reason=generation.finish_reason,
+        stop_sequence=answer.stopped_by,
+        num_sampled=answer.num_sampled,
+        logprobs=logprobs,
         response_ids=ids if request.wants_token_ids else None,
     )
 

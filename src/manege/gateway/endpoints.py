@@ -36,7 +36,8 @@ def agent_routes(services: Services) -> list[Route]:
         "/v1/messages": ModelCalls(services, anthropic),
         "/v1/messages/count_tokens": TokenCounts(services, anthropic),
     }
-    generate = {"/v1beta/models/{action:path}": _GeminiActions(services)}
+    # Google's clients say v1beta or v1.
+    generate = dict.fromkeys(("/v1beta/models/{action:path}", "/v1/models/{action:path}"), _GeminiActions(services))
     routes: list[Route] = []
     for openai_at, anthropic_at, gemini_at in (
         ("", "", ""),
@@ -44,9 +45,9 @@ def agent_routes(services: Services) -> list[Route]:
     ):
         for at, endpoints in ((openai_at, openai), (anthropic_at, messages), (gemini_at, generate)):
             routes += [Route(at + path, endpoint, methods=["POST"]) for path, endpoint in endpoints.items()]
-        lists = {openai_at + "/v1": chat, anthropic_at + "/v1": anthropic, gemini_at + "/v1beta": gemini}
+        lists: dict[str, WireProtocol | None] = {openai_at + "/v1": chat, anthropic_at + "/v1": anthropic}
+        lists |= {gemini_at + "/v1": gemini if gemini_at else None, gemini_at + "/v1beta": gemini}
         for at, protocol in lists.items():
-            protocol = None if at == "/v1" else protocol
             routes.append(Route(f"{at}/models", _models(services, protocol), methods=["GET"]))
             routes.append(Route(f"{at}/models/{{model:path}}", _models(services, protocol), methods=["GET"]))
         routes.append(Route(openai_at + "/v1/responses", _no_websocket, methods=["GET"]))
@@ -81,11 +82,13 @@ class _GeminiActions:
 
 def _models(services: Services, protocol: WireProtocol | None) -> Callable[[Request], Awaitable[Response]]:
     """The one model that is served, under any name. None: the caller's headers say which protocol it speaks."""
-    chat, anthropic = ChatCompletions(), AnthropicMessages()
+    chat = ChatCompletions()
+    by_header: dict[str, WireProtocol] = {"anthropic-version": AnthropicMessages(), "x-goog-api-client": Gemini()}
 
     async def models(request: Request) -> Response:
         """The one model that is served."""
-        spoken = protocol or (anthropic if "anthropic-version" in request.headers else chat)
+        told = (known for header, known in by_header.items() if header in request.headers)
+        spoken = protocol or next(told, chat)
         try:
             await services.auth.authorise_agent(request)
         except ManegeError as error:

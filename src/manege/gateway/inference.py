@@ -13,11 +13,12 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from manege.errors import ConflictError, ManegeError, NotFoundError
-from manege.gateway.answering import Answering, prompt_of
+from manege.gateway.answering import Answering
 from manege.gateway.auth import AgentIdentity
 from manege.gateway.flights import Flight
 from manege.gateway.hold import HOLD_S
 from manege.gateway.services import Services
+from manege.gateway.token_source import prompt_of
 from manege.harnesses.traffic import Traffic, read_traffic, recognise
 from manege.http import ClientGone, Connection, answer, read_object
 from manege.logs import get_logger, kv

@@ -11,6 +11,7 @@ METRICS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "manege_calls_total": ("counter", "Model calls answered."),
         "manege_call_errors_total": ("counter", "Model calls that ended in an error."),
+        "manege_calls_without_ids_total": ("counter", "Answered calls whose engine told no usable ids: never trained."),
         "manege_prompt_tokens_total": ("counter", "Prompt tokens of answered calls."),
         "manege_sampled_tokens_total": ("counter", "Tokens sampled for answered calls."),
         "manege_continued_calls_total": ("counter", "Answered calls that continued a stored conversation."),

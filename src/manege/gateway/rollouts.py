@@ -90,7 +90,7 @@ class _Rollouts:
     def __init__(self, services: Services) -> None:
         self._store = services.store
         self._feed = services.feed
-        self._conversations = services.conversations
+        self._memories = (services.conversations, services.prefixes)
 
     @takes(list[lightning.Create])
     @answers(201)
@@ -161,7 +161,8 @@ class _Rollouts:
     @answers(204)
     async def delete(self, request: Request) -> Response:
         """Remove a rollout with its calls and events."""
-        self._conversations.forget(_rollout_id(request))
+        for memory in self._memories:
+            memory.forget(_rollout_id(request))
         try:
             await self._store.delete_rollout(_rollout_id(request))
         except NotFoundError:
@@ -188,7 +189,8 @@ class _Rollouts:
     def _changed(self, rollout: Rollout) -> Rollout:
         self._feed.changed()
         if rollout.state in TERMINAL:
-            self._conversations.forget(rollout.spec.id)
+            for memory in self._memories:
+                memory.forget(rollout.spec.id)
         return rollout
 
     async def _report(self, rollout: Rollout, patch: lightning.StatusPatch) -> Rollout:

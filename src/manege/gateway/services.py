@@ -18,6 +18,7 @@ from manege.gateway.flights import Flights
 from manege.gateway.hold import Gate
 from manege.gateway.metrics import Counters
 from manege.gateway.pool import EnginePool
+from manege.gateway.prefixes import PrefixIndexes
 from manege.harnesses.harness import Harness, load
 from manege.rendering.base import Renderer
 from manege.store.sql import SqlStore
@@ -79,6 +80,8 @@ class Services:
     """Wakes long polls after writes."""
     counters: Counters
     conversations: Conversations
+    prefixes: PrefixIndexes
+    """What `conversations` is for engines that take messages."""
     flights: Flights
     """Answers under way."""
     settings: RunSettings

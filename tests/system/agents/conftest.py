@@ -4,6 +4,7 @@ import re
 
 import anthropic
 import httpx
+import httpx2
 import openai
 import pytest
 from google import genai
@@ -113,7 +114,7 @@ async def key(gateway, rollout):
 async def claude(gateway, key):
     """Anthropic's client."""
     async with anthropic.AsyncAnthropic(
-        base_url=gateway.url, api_key=key, http_client=httpx.AsyncClient(trust_env=False)
+        base_url=gateway.url, api_key=key, http_client=httpx2.AsyncClient(trust_env=False)
     ) as client:
         yield client
 

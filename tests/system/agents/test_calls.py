@@ -277,7 +277,11 @@ async def test_answer_of_a_client_that_left_at_the_end_is_kept_as_not_delivered(
     scope = {"type": "http", "method": "POST", "path": path, "headers": headers, "query_string": b""}
     await app(scope, receive, send)
     assert sent == []
-    assert [call.delivered for call in await calls_of(store)] == [Delivered.NO]
+
+    async def noted():
+        return [call.delivered for call in await calls_of(store)] == [Delivered.NO]
+
+    await until(noted)
 
 
 async def test_pause_holds_a_call_and_answers_it_after(agent, gateway, store):

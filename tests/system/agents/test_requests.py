@@ -82,6 +82,13 @@ async def test_unknown_key_is_401_in_the_protocols_shape(http, path):
         assert_error_shape(path, 401, answer.json())
 
 
+async def test_body_that_is_nested_too_deeply_is_400(http):
+    deep = b'{"messages":[{"role":"user","content":"Hi"}],"metadata":' + b"[" * 500 + b"]" * 500 + b"}"
+    answer = await http.post("/v1/chat/completions", content=deep)
+    assert answer.status_code == 400
+    assert "nested deeper than" in answer.text
+
+
 async def test_agents_key_on_an_operators_route_is_403(http):
     assert (await http.get("/proxy/state")).status_code == 403
 
