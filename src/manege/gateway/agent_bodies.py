@@ -31,38 +31,38 @@ _CONTENTS = _list(
 _CHAT_ROLES = {"enum": ["system", "developer", "user", "assistant", "tool"]}
 
 AGENT_BODIES: Mapping[str, tuple[str, JsonObject]] = {
-    "/v1/chat/completions": (
+    "/chat/completions": (
         "A chat completion of OpenAI's, recorded with its tokens; streamed if asked.",
         _object(
             {"messages": _list(_object({"role": _CHAT_ROLES}, {"content": {"anyOf": [_CONTENT, {"type": "null"}]}}))},
             _COMMON | _TOOLS | {"max_completion_tokens": _COUNT, "n": {**_COUNT, "maximum": 128}},
         ),
     ),
-    "/v1/completions": (
+    "/completions": (
         "A completion of OpenAI's, from text or token ids, recorded with its tokens; streamed if asked.",
         _object(
             {"prompt": {"anyOf": [_TEXT, _list(_TEXT), _list({"type": "integer", "minimum": 0})]}},
             _COMMON | {"max_tokens": _COUNT, "n": {**_COUNT, "maximum": 128}},
         ),
     ),
-    "/v1/responses": (
+    "/responses": (
         "A response of OpenAI's, recorded with its tokens; streamed if asked. Nothing of it is kept for later.",
         _object(
             {"input": {"anyOf": [_TEXT, _list({"type": "object"})]}},
             _COMMON | _TOOLS | {"instructions": _TEXT, "max_output_tokens": _COUNT},
         ),
     ),
-    "/v1/messages": (
+    "/messages": (
         "A message of Anthropic's, recorded with its tokens; streamed if asked.",
         _object({"messages": _MESSAGES}, _COMMON | _TOOLS | {"max_tokens": _COUNT, "system": _CONTENT}),
     ),
-    "/v1/messages/count_tokens": (
+    "/messages/count_tokens": (
         "How many tokens such a message would be; nothing is sampled or recorded.",
         _object({"messages": _MESSAGES}, _TOOLS | {"model": _TEXT, "system": _CONTENT}),
     ),
-    "/v1beta/models/{action}": (
+    "/models/{action}": (
         "Gemini's `<model>:generateContent`, `:streamGenerateContent` (`?alt=sse` for events) and `:countTokens`.",
         _object({"contents": _CONTENTS}, _TOOLS | {"generationConfig": {"type": "object"}}),
     ),
 }
-"""By path from its version on, since the long paths end in the same: what it does, and its body."""
+"""By path after its version, which Google's clients write as v1 or v1beta: what it does, and its body."""

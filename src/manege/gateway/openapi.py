@@ -103,10 +103,10 @@ def _operation(route: Route, method: str, schemas: dict[str, Any]) -> JsonObject
     said = declared(route.endpoint)
     summary = " ".join((inspect.getdoc(route.endpoint) or "").split())
     body = None if said.body is None else _schema(said.body, schemas)
-    agents_path = re.search(r"/v1(?:beta)?/.+", route.path_format)
+    agents_path = re.search(r"/v1(?:beta)?(/.+)", route.path_format)
     if agents_path is not None:
         said = Declared(key="agent") if said == Declared() else said
-        summary, body = AGENT_BODIES[agents_path[0]] if method == "POST" else (summary, None)
+        summary, body = AGENT_BODIES[agents_path[1]] if method == "POST" else (summary, None)
     operation: dict[str, Any] = {
         "operationId": "_".join([method.lower(), *re.findall(r"\w+", route.path_format)]),
         "summary": summary,
