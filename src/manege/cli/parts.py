@@ -179,21 +179,22 @@ class _Served:
 
 @asynccontextmanager
 async def gateway_serving(
-    config: GatewayConfig, folder: ModelFolder, engine: Engine, data: Path, *, max_context: int | None
+    config: GatewayConfig, folder: ModelFolder | str, engine: Engine | None, data: Path, *, max_context: int | None
 ) -> AsyncIterator[_Served]:
-    """The gateway over an engine, with its store in `data`."""
+    """The gateway over an engine, with its store in `data`. Bare, it has a model's name and no engine: those that take
+    messages register themselves."""
     async with AsyncExitStack() as stack:
         store = await SqlStore.open(data / "manege.db")
         stack.push_async_callback(store.close)
         key = config.key or operator_key(data)
-        limit = min(folder.context_limit, max_context or folder.context_limit)
+        known = None if isinstance(folder, str) else folder
         app = create_app(
             store=store,
             engine=engine,
-            renderer=renderer_for(folder),
+            renderer=renderer_for(known) if known else None,
             operator_key=key,
-            model_name=folder.path.name,
-            context_limit=limit,
+            model_name=known.path.name if known else str(folder),
+            context_limit=min(filter(None, [known and known.context_limit, max_context]), default=0),
             max_body_bytes=config.max_body_mb * 2**20,
             clock=time.time,
         )

@@ -96,7 +96,7 @@ class Answering:
                 prompt_ids=first.prompt.ids.tolist() if request.wants_token_ids else None,
             ),
             num_cached=max(answer.generation.num_cached for answer in answers),
-            choices=[choice_of(request, answer, services.renderer) for answer in answers],
+            choices=[choice_of(request, answer, services.own_renderer) for answer in answers],
         )
 
     async def _choice(

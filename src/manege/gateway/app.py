@@ -36,8 +36,8 @@ __all__ = ["create_app"]
 def create_app(
     *,
     store: SqlStore,
-    engine: Engine,
-    renderer: Renderer,
+    engine: Engine | None,
+    renderer: Renderer | None,
     operator_key: str,
     model_name: str,
     context_limit: int,
@@ -49,7 +49,7 @@ def create_app(
     services = Services(
         store=store,
         engine=pool,
-        renderer=renderer,
+        own_renderer=renderer,
         auth=Auth(operator_key=operator_key, store=store, clock=clock),
         gate=Gate(pool),
         feed=Feed(),

@@ -156,15 +156,15 @@ def new_call(
     )
 
 
-def choice_of(request: ModelRequest, answer: Answer, renderer: Renderer) -> Choice:
-    """An answer as the wire shows it."""
+def choice_of(request: ModelRequest, answer: Answer, renderer: Renderer | None) -> Choice:
+    """An answer as the wire shows it; where the engine said the text of its tokens, no renderer is needed."""
     generation = answer.generation
     ids = generation.ids_R.tolist()
     logprobs: Sequence[TokenLogprob] = ()
     if request.wants_logprobs and answer.texts is not None:
         pairs = zip(answer.texts, generation.logprobs_R.tolist(), strict=True)
         logprobs = [TokenLogprob(text=text, logprob=logprob) for text, logprob in pairs]
-    elif request.wants_logprobs:
+    elif request.wants_logprobs and renderer is not None:
         logprobs = _logprobs(ids, generation.logprobs_R.tolist(), renderer)
     return Choice(
         message=answer.message,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pydantic import ValidationError
 
 from manege.config import SamplingConfig
-from manege.errors import HarnessError, NotFoundError
+from manege.errors import HarnessError, NotFoundError, UnavailableError
 from manege.gateway.auth import Auth
 from manege.gateway.continuation import Conversations
 from manege.gateway.feed import Feed
@@ -59,7 +59,7 @@ class RunSettings:
         try:
             config = (await self._store.get_run(run)).config
             sampling = SamplingConfig.model_validate(config.get("sampling", {}))
-            harness = config.get("harness")
+            harness = config.get("agent", {}).get("harness")
             return RunSetting(sampling=sampling, harness=load(harness) if harness else None)
         except (NotFoundError, HarnessError, ValidationError, AttributeError):
             # A run of a foreign trainer keeps whatever config it likes.
@@ -72,7 +72,8 @@ class Services:
 
     store: SqlStore
     engine: EnginePool
-    renderer: Renderer
+    own_renderer: Renderer | None
+    """None: there is no model folder here, so that only engines that take messages can serve."""
     auth: Auth
     gate: Gate
     """Model calls run inside `async with gate.enter()`."""
@@ -93,3 +94,13 @@ class Services:
     """Of a request, unpacked."""
     clock: Callable[[], float]
     """Seconds since the epoch."""
+
+    @property
+    def renderer(self) -> Renderer:
+        """Raises UnavailableError without a model folder."""
+        if self.own_renderer is None:
+            raise UnavailableError(
+                f"there is no tokenizer here: the gateway was started with the model name {self.model_name!r} alone; "
+                "register an engine that takes messages (POST /api/models), or start with --model FOLDER"
+            )
+        return self.own_renderer
