@@ -258,6 +258,56 @@ def test_template_that_refuses_messages_is_the_callers_error(smollm2_folder):
         renderer.render([assistant("Hi")], ())
 
 
+def system(text):
+    return {"role": "system", "content": text}
+
+
+STRICT = """{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('late system') }}
+{% endif %}{% if m.role == 'user' and loop.previtem and loop.previtem.role == 'user' %}
+{{ raise_exception('roles must alternate') }}{% endif %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}"""
+SILENT = """{% for m in messages %}{% if m.role != 'system' or loop.first %}[{{ m.role }}]{{ m.content }}<|im_end|>
+{%- endif %}{% endfor %}"""
+AS_THEY_ARE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}<|im_end|>{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("messages", "shown"),
+    [
+        ([system("A"), user("Hi")], "[system]A[user]Hi"),
+        ([system("A"), system("B"), user("Hi")], "[system]A\n\nB[user]Hi"),
+        (
+            [system("A"), user("Hi"), assistant("Yes?"), system("B"), user("Go"), system("C")],
+            "[system]A[user]Hi[assistant]Yes?[user]B\n\nGo\n\nC",
+        ),
+        ([user("Hi"), system("B")], "[user]Hi\n\nB"),
+        ([system("A"), system("B")], "[system]A\n\nB"),
+        ([user("Hi"), assistant("Yes?"), system("B"), assistant("So"), tool("x"), system("C")], None),
+    ],
+    ids=["one", "several leading", "in the middle", "no leading", "nothing else", "behind a tool result"],
+)
+@pytest.mark.parametrize("template", [STRICT, SILENT], ids=["refuses", "drops"])
+def test_system_messages_that_a_template_does_not_take_are_shown_otherwise(smollm2_folder, template, messages, shown):
+    renderer = GenericRenderer(smollm2_folder.tokenizer, template, special_tokens={}, eos_ids=smollm2_folder.eos_ids)
+    text = show(smollm2_folder, renderer.render(messages, ())).replace("<|im_end|>", "").replace("\n[", "[")
+    assert text.strip() == (
+        shown or "[user]Hi[assistant]Yes?[user]B[assistant]So[user]<tool_response>\nx\n</tool_response>\n\nC"
+    )
+
+
+def test_system_messages_stay_as_they_are_where_the_template_takes_them(smollm2_folder):
+    renderer = GenericRenderer(smollm2_folder.tokenizer, AS_THEY_ARE, special_tokens={}, eos_ids=smollm2_folder.eos_ids)
+    ids = renderer.render([system("A"), system("B"), user("Hi"), system("C"), user("Go")], ())
+    assert show(smollm2_folder, ids).replace("<|im_end|>", "") == "[system]A[system]B[user]Hi[system]C[user]Go"
+
+
+def test_late_system_message_is_bridged_where_it_is_shown_as_a_user_turn(smollm2_folder):
+    renderer = GenericRenderer(smollm2_folder.tokenizer, STRICT, special_tokens={}, eos_ids=smollm2_folder.eos_ids)
+    history = [system("A"), system("B"), user("Hi")]
+    prompt, response = renderer.render(history, ()), sampled(renderer, "Yes?")
+    added = renderer.bridge([*history, assistant("Yes?")], prompt, response, [system("C"), user("Go")], ())
+    assert show(smollm2_folder, added) == "[user]C\n\nGo<|im_end|>"
+
+
 @pytest.mark.parametrize(
     "template",
     ["{% for %}", "{{ messages.__class__.__mro__[1].__subclasses__() }}", "{{ raise_exception('no') }}"],

@@ -135,9 +135,9 @@ def read_json(text: str, *, needs_arguments: bool = False) -> ToolCall | None:
         if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
             return None
         key = next((key for key in ("arguments", "parameters") if key in call), None)
-        if key is None:
-            return None if needs_arguments else ToolCall(name=call["name"], arguments="{}")
-        arguments = call[key] if isinstance(call[key], str) else _member(text, key)
+        if key is None and needs_arguments:
+            return None
+        arguments = "{}" if key is None else call[key] if isinstance(call[key], str) else _member(text, key)
         # Escapes may name halves of a character, which no JSON of ours can carry.
         f"{call['name']}{arguments}".encode()
         return ToolCall(name=call["name"], arguments=arguments)

@@ -15,7 +15,7 @@ from functools import partial
 
 from manege.errors import ProtocolError
 from manege.rendering.calls import PYTHON_TAG, BareCalls, CallScanner, TaggedCalls, read_json, read_xml
-from manege.rendering.reply import THINK_END
+from manege.rendering.reply import THINK, THINK_END
 from manege.types import JsonObject
 
 __all__ = ["HERMES_TAGS", "CallForm", "RenderText", "read_form", "scanner_for", "tags_of"]
@@ -24,8 +24,11 @@ RenderText = Callable[[Sequence[JsonObject], Sequence[JsonObject], bool], str]
 """Messages, tools and whether an answer follows, to text. Raises ProtocolError."""
 
 HERMES_TAGS = ("<tool_call>", "</tool_call>")
+_QUESTION = "maNegeQuestion"
 _NAMES = ("maNegeFirstName", "maNegeSecondName")
 _KEY, _VALUES = "maNegeKey", ("maNegeFirstValue", "maNegeSecondValue")
+_IDS = ("abcdefgh{number}", "functions.{name}:{number}")
+"""Ids to give to calls: of a length that all templates take; and as Kimi's model writes them, in place of a name."""
 _XML_CALL = "<function={name}>\n<parameter={key}>\n{value}\n</parameter>\n</function>"
 
 
@@ -44,24 +47,7 @@ class CallForm:
 
 def read_form(render: RenderText, turn_ends: Sequence[str]) -> CallForm | None:
     """`turn_ends`: texts that end a turn. None where the form cannot be read."""
-    single = _turn(render, turn_ends, 1)
-    if single is None:
-        return None
-    is_xml = _XML_CALL.format(name=_NAMES[0], key=_KEY, value=_VALUES[0]) in single
-    parts = _parts(single, is_xml)
-    if parts is None:
-        return None
-    several = _turn(render, turn_ends, 2)
-    ahead = _parts(several, is_xml) if several else None
-    rest = _parts(ahead[2], is_xml, 1) if ahead else None
-    is_regular = ahead and rest and (ahead[:2], rest[1:]) == (parts[:2], parts[1:])
-    return CallForm(
-        before=parts[0],
-        middle=parts[1],
-        between=rest[0] if rest and is_regular else None,
-        after=parts[2].rstrip(),
-        is_xml=is_xml,
-    )
+    return next(filter(None, (_form_with(render, turn_ends, id_of) for id_of in _IDS)), None)
 
 
 def tags_of(form: CallForm | None) -> tuple[str, str] | None:
@@ -86,20 +72,44 @@ def scanner_for(form: CallForm | None, tools: Sequence[JsonObject]) -> CallScann
     return TaggedCalls(*tags, partial(read_xml, tools=tools) if form and form.is_xml else read_json)
 
 
-def _turn(render: RenderText, turn_ends: Sequence[str], num_calls: int) -> str | None:
+def _form_with(render: RenderText, turn_ends: Sequence[str], id_of: str) -> CallForm | None:
+    single = _turn(render, turn_ends, id_of, 1)
+    if single is None:
+        return None
+    is_xml = _XML_CALL.format(name=_NAMES[0], key=_KEY, value=_VALUES[0]) in single
+    parts = _parts(single, is_xml)
+    if parts is None:
+        return None
+    several = _turn(render, turn_ends, id_of, 2)
+    ahead = _parts(several, is_xml) if several else None
+    rest = _parts(ahead[2], is_xml, 1) if ahead else None
+    # A form that counts its calls is known for one call only.
+    is_regular = ahead and rest and (ahead[:2], rest[1:]) == (parts[:2], parts[1:])
+    return CallForm(
+        before=parts[0],
+        middle=parts[1],
+        between=rest[0] if rest and is_regular else None,
+        after=parts[2].rstrip(),
+        is_xml=is_xml,
+    )
+
+
+def _turn(render: RenderText, turn_ends: Sequence[str], id_of: str, num_calls: int) -> str | None:
     """What the assistant says in a turn of calls, without its header, an empty thought and the end of the turn."""
     names = _NAMES[:num_calls]
     tools = [_tool(name) for name in names]
-    calls = [_call(name, value) for name, value in zip(names, _VALUES, strict=False)]
-    user = {"role": "user", "content": "Hi"}
+    calls = [_call(id_of, number, name, _VALUES[number]) for number, name in enumerate(names)]
+    user = {"role": "user", "content": _QUESTION}
     try:
         before = render([user], tools, True)
         after = render([user, {"role": "assistant", "content": "", "tool_calls": calls}], tools, False)
     except ProtocolError:
         return None
-    # Templates may open a thought for the answer that they do not show later, so the rest need not follow exactly.
-    same = (position for position, (old, new) in enumerate(zip(before, after, strict=False)) if old != new)
-    turn = after[next(same, min(len(before), len(after))) :]
+    # Templates may open a thought for the answer that they do not show later.
+    header = before[: before.rfind(THINK)] if before.rfind(THINK) > before.rfind(_QUESTION) else before
+    if not after.startswith(header):
+        return None
+    turn = after[len(header) :]
     if any(turn.count(name) != 1 for name in names):
         return None
     thought, closed, said = turn.partition(THINK_END)
@@ -128,6 +138,6 @@ def _tool(name: str) -> JsonObject:
     return {"type": "function", "function": {"name": name, "description": "Test.", "parameters": parameters}}
 
 
-def _call(name: str, value: str) -> JsonObject:
+def _call(id_of: str, number: int, name: str, value: str) -> JsonObject:
     function = {"name": name, "arguments": json.dumps({_KEY: value})}
-    return {"id": f"call_{name}", "type": "function", "function": function}
+    return {"id": id_of.format(name=name, number=number), "type": "function", "function": function}

@@ -38,8 +38,7 @@ class LiveReply:
         self._has_reasoned = self._has_spoken = self._has_called = False
 
     def feed(self, ids: Sequence[int]) -> ParsedReply:
-        for token in ids:
-            self._add(self._stop.push(self._detokeniser.push(token)))
+        self._add(self._stop.push(self._detokeniser.push_all(ids)))
         return self._take()
 
     def finish(self) -> ParsedReply:

@@ -82,6 +82,17 @@ class Detokeniser:
             self._shown = len(self._text) - 1
         return new
 
+    def push_all(self, ids: Sequence[int]) -> str:
+        """The same for several tokens, at once where all their characters are whole."""
+        visible = [token for token in ids if token not in self._hidden]
+        if len(visible) > 1:
+            text, alone = self._decode([*self._window, *visible]), self._decode(visible[-1:])
+            if _BROKEN not in text and _BROKEN not in alone:
+                new = text[self._shown :]
+                self._window, self._text, self._shown = visible[-1:], alone, len(alone)
+                return new
+        return "".join(map(self.push, visible))
+
     def end(self) -> str:
         """What was kept back."""
         new, self._shown = self._text[self._shown :], len(self._text)
@@ -121,7 +132,7 @@ class LiveText:
         self._stop = StopCut(stop)
 
     def feed(self, ids: Sequence[int]) -> ParsedReply:
-        return _content("".join(self._stop.push(self._detokeniser.push(token)) for token in ids))
+        return _content(self._stop.push(self._detokeniser.push_all(ids)))
 
     def finish(self) -> ParsedReply:
         return _content(self._stop.push(self._detokeniser.end()) + self._stop.end())
