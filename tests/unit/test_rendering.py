@@ -184,6 +184,11 @@ def test_known_model_is_rendered_by_the_library_as_by_its_template(qwen3_folder,
     assert known.stop_ids == qwen3.stop_ids | {known.encode("<|endoftext|>")[0]}
 
 
+def test_model_that_the_library_cannot_open_is_rendered_by_its_template(smollm2_folder):
+    folder = dataclasses.replace(smollm2_folder, name="moonshotai/Kimi-K2-Instruct")
+    assert isinstance(renderer_for(folder), GenericRenderer)
+
+
 def test_template_wins_over_a_known_name(smollm2_folder, qwen3_folder):
     folder = dataclasses.replace(qwen3_folder, name="Qwen/Qwen3-0.6B", chat_template=smollm2_folder.chat_template)
     assert isinstance(renderer_for(folder), GenericRenderer)

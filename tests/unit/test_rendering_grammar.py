@@ -200,14 +200,27 @@ def test_white_space_is_bounded():
         ({"type": "object", "properties": {"a": {"$ref": "https://example.org/a.json"}}}, "example.org"),
         ({"type": "object", "properties": {"a": {"type": "string", "pattern": "(?=x)"}}}, "look-around"),
         ({"type": "object", "properties": {"a": {"type": "text"}}}, "text"),
+        ({"type": "object", "properties": 5}, "schema"),
+        ({"type": "object", "properties": {"a": {"enum": ["\ud800"]}}}, "schema"),
     ],
 )
 def test_schema_that_cannot_be_followed_is_the_callers_error(schema, reason):
-    renderer = generic("hermes")
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
     with pytest.raises(ProtocolError, match=reason):
-        renderer.json_grammar([], schema)
-    with pytest.raises(ProtocolError, match=reason):
-        renderer.tool_grammar([], [{"type": "function", "function": {"name": "f", "parameters": schema}}], max_calls=1)
+        generic("hermes").json_grammar([], schema)
+    for name in ("hermes", "xml"):
+        with pytest.raises(ProtocolError, match=reason):
+            generic(name).tool_grammar([], tools, max_calls=1)
+
+
+@pytest.mark.parametrize("name", ["hermes", "xml"])
+def test_odd_names_are_quoted(name):
+    tools = [tool('a"b/🙂', {"ké": {"type": "string", "enum": ["🙂", '"']}}, ["ké"])]
+    renderer = generic(name)
+    grammar = renderer.tool_grammar([], tools, max_calls=1)
+    name_text = 'a\\"b/🙂' if name == "hermes" else 'a"b/🙂'
+    text = rendered(renderer, ("NAME", '{"ké": "🙂"}')).replace("NAME", name_text)
+    assert walk(renderer, grammar, text) == (text, True)
 
 
 def test_definitions_are_known_in_every_form():

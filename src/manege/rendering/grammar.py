@@ -36,7 +36,7 @@ class GrammarWriter:
     """Writes the grammars of one tokenizer."""
 
     tokens: Mapping[str, int]
-    """Text and id of its added tokens."""
+    """Text and id of those that llguidance treats as special."""
 
     def tool_calls(
         self, form: CallForm, tools: Sequence[JsonObject], *, max_calls: int | None, opened: str | None
@@ -51,12 +51,13 @@ class GrammarWriter:
         for number, tool in enumerate(tools):
             function = tool["function"]
             schema = {"type": "object", **(function.get("parameters") or {})}
-            name = _quoted(json.dumps(function["name"], ensure_ascii=False)[1:-1])
+            # JSON forms show the name within a string.
+            name = function["name"] if form.is_xml else json.dumps(function["name"], ensure_ascii=False)[1:-1]
             if form.is_xml:
-                rules += [f"call_{number}: {name} {_quoted('>' + chr(10))} args_{number}"]
+                rules += [f"call_{number}: {_quoted(name)} {_quoted('>' + chr(10))} args_{number}"]
                 rules += _xml_arguments(f"args_{number}", schema)
             else:
-                rules += [f"call_{number}: {name} {self._literal(form.middle)} {_json(schema)}"]
+                rules += [f"call_{number}: {_quoted(name)} {self._literal(form.middle)} {_json(schema)}"]
         parts = [thought, self._literal(form.before), "call", more, self._literal(form.after)]
         calls = " | ".join(f"call_{number}" for number in range(len(tools)))
         return _compiled([f"start: {' '.join(filter(None, parts))}", f"call: {calls}", *rules])
@@ -78,16 +79,16 @@ class GrammarWriter:
 
     def _literal(self, text: str) -> str:
         """Exactly this text; special tokens cannot be written as text."""
-        special = [token for token in self.tokens if token.startswith("<") and token.endswith(">")]
-        pattern = "|".join(map(re.escape, sorted(special, key=len, reverse=True)))
+        pattern = "|".join(map(re.escape, sorted(self.tokens, key=len, reverse=True)))
         pieces = re.split(f"({pattern})", text) if pattern else [text]
         return " ".join(
-            f"<[{self.tokens[piece]}]>" if piece in special else _quoted(piece) for piece in pieces if piece
+            f"<[{self.tokens[piece]}]>" if piece in self.tokens else _quoted(piece) for piece in pieces if piece
         )
 
 
 def _xml_arguments(name: str, schema: JsonObject) -> list[str]:
     """Rules of the parameters of a function, in the order of its schema."""
+    _compiled([f"start: {_json(schema)}"])
     properties: dict[str, Any] = dict(schema.get("properties") or {})
     if not properties:
         return [
@@ -115,11 +116,11 @@ def _xml_arguments(name: str, schema: JsonObject) -> list[str]:
 
 
 def _json(schema: JsonObject) -> str:
-    return f"%json {json.dumps({**schema, 'x-guidance': _JSON_STYLE}, ensure_ascii=False)}"
+    return f"%json {json.dumps({**schema, 'x-guidance': _JSON_STYLE})}"
 
 
 def _quoted(text: str) -> str:
-    return json.dumps(text, ensure_ascii=False)
+    return json.dumps(text)
 
 
 def _compiled(rules: Sequence[str]) -> str:

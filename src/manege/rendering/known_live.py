@@ -39,8 +39,7 @@ class KnownLive:
         stop: Sequence[str],
     ) -> None:
         """`parse`: no part of what it returns begins or ends with space. `tags`: those that may be plain text.
-        `is_json_call`: text that is a JSON object may
-        be a call, without any tag."""
+        `is_json_call`: text that is a JSON object may be a call, without any tag. `max_questions`: to `parse`."""
         self._parse = parse
         self._added = added
         self._tags = tags

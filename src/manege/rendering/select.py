@@ -47,7 +47,12 @@ def renderer_for(folder: ModelFolder) -> Renderer:
 
         if not is_known(name):
             continue
-        known = KnownRenderer(folder.tokenizer, name)
+        try:
+            known = KnownRenderer(folder.tokenizer, name)
+        except Exception as error:
+            # The library raises whatever it likes where the tokenizer lacks a token or a file must be fetched.
+            _log.warning(kv("the library cannot render this model; using the template", name=name, error=error))
+            continue
         if _agree(known, generic):
             return known
         _log.warning(kv("the folder's chat template differs from that of its name; using the template", name=name))

@@ -30,7 +30,14 @@ class TokenizerRenderer(ABC):
         added = tokenizer.get_added_tokens_decoder()
         self._added = {index: token.content for index, token in added.items()}
         self._special = {index: token.content for index, token in added.items() if token.special}
-        self._grammars = GrammarWriter({content: index for index, content in self._added.items()})
+        # llguidance goes by the looks of a token too.
+        self._grammars = GrammarWriter(
+            {
+                content: index
+                for index, content in self._added.items()
+                if index in self._special or (content.startswith("<") and content.endswith(">"))
+            }
+        )
 
     @abstractmethod
     def _text(self, messages: Sequence[JsonObject], tools: Sequence[JsonObject], answer: bool) -> str:
