@@ -206,7 +206,7 @@ class Call:
     overridden: JsonObject = field(default_factory=dict)
     """Sampling settings of the caller that the gateway replaced, with the caller's values."""
     thread: str = "main"
-    """`main`, `agent:<id>` (a sub-agent) or `side:<kind>` (a title, a summary ...: docs/concepts/side-calls.md)."""
+    """`main`, `agent:<id>` (a sub-agent) or `side:<kind>` (a title, a summary ...: docs/concepts/gateway.md)."""
     headers: Mapping[str, str] = field(default_factory=dict)
     """Of the request, lower case, without keys and what every HTTP client sends."""
     edits: Sequence[str] = ()
