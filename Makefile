@@ -5,7 +5,7 @@ STAMP := $(shell date +%Y%m%d-%H%M%S)
 RUN ?= src/manege/recipes/finder/run.toml
 ARGS ?=
 
-.PHONY: train test full check bench docs format clean
+.PHONY: train test full harnesses check bench docs format clean
 
 train: .venv/train
 	$(BIN)/manege train $(RUN) folder=runs/$(notdir $(patsubst %/,%,$(dir $(RUN))))-$(STAMP) $(ARGS)
@@ -14,7 +14,15 @@ test: .venv/dev
 	$(BIN)/python -m pytest
 
 full: .venv/dev
-	$(BIN)/python -m pytest -m "full or not full"
+	$(BIN)/python -m pytest -m "not harnesses"
+
+# Installs all known harnesses (3 GB), has each do a task, and writes what was seen to docs/reference/harnesses.md.
+harnesses: .venv/dev
+	$(BIN)/manege harness install all
+	rm -rf build/harnesses
+	mkdir -p build/harnesses
+	MANEGE_MATRIX=build/harnesses $(BIN)/python -m pytest tests/harnesses -m "not full"
+	$(BIN)/python -m tests.harnesses.matrix build/harnesses
 
 check: .venv/dev
 	$(BIN)/ruff format --check .

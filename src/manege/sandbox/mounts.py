@@ -6,10 +6,12 @@ empty /dev/pts of its own (devpts, newinstance), or with private folders over th
 it. Root needs no more; others need user namespaces. https://docs.kernel.org/filesystems/devpts.html
 """
 
+import errno
 import os
+import signal
 from collections.abc import Mapping
 
-from manege.sandbox.syscalls import syscall
+from manege.sandbox.syscalls import PR_SET_PDEATHSIG, prctl, syscall
 
 __all__ = ["TERMINALS", "change_view"]
 
@@ -43,7 +45,11 @@ def _leave_namespace() -> None:
     if uid == 0:
         syscall("unshare", _CLONE_NEWNS)
         return
+    supervisor = os.getppid()
     syscall("unshare", _CLONE_NEWUSER | _CLONE_NEWNS)
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # which a new user namespace takes away
+    if os.getppid() != supervisor:
+        raise OSError(errno.ESRCH, "the supervisor has died")
     for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
         with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
             file.write(text)
