@@ -248,10 +248,10 @@ async def test_a_pause_waits_for_calls_in_flight_and_holds_new_ones(client, gate
 
 
 async def test_a_held_call_is_refused_when_the_pause_lasts_too_long_or_the_gateway_ends(engine):
-    gate = Gate(engine, hold_s=0.05)
+    gate = Gate(engine)
     await gate.pause(drain_s=0)
     with pytest.raises(UnavailableError, match="paused for"):
-        async with gate.enter():
+        async with gate.enter(hold_s=0.05):
             pass
     gate.close()
     with pytest.raises(UnavailableError, match="shutting down"):

@@ -61,7 +61,7 @@ class RunSettings:
             sampling = SamplingConfig.model_validate(config.get("sampling", {}))
             harness = config.get("agent", {}).get("harness")
             return RunSetting(sampling=sampling, harness=load(harness) if harness else None)
-        except (NotFoundError, HarnessError, ValidationError, AttributeError):
+        except (NotFoundError, HarnessError, ValidationError, AttributeError, TypeError):
             # A run of a foreign trainer keeps whatever config it likes.
             return RunSetting(sampling=SamplingConfig(), harness=None)
 

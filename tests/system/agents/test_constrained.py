@@ -3,7 +3,7 @@
 import json
 import shutil
 
-import jsonschema
+import jsonschema_rs
 import pytest
 import torch
 from google.genai import types as genai_types
@@ -70,7 +70,7 @@ async def check_excluded(store):
 def arguments_of(name, arguments):
     assert name in ("weather", "stop")
     if name == "weather":
-        jsonschema.validate(arguments, SCHEMA)
+        jsonschema_rs.validate(SCHEMA, arguments)
     return name
 
 
@@ -153,7 +153,7 @@ async def test_structured_output_in_all_spellings(agent, claude, gemini, store):
     content = await gemini.aio.models.generate_content(model="m", contents="Hi", config=config)
     texts = [chat.choices[0].message.content, response.output_text, message.content[0].text, content.text]
     for text in texts:
-        jsonschema.validate(json.loads(text), SCHEMA)
+        jsonschema_rs.validate(SCHEMA, json.loads(text))
     await check_excluded(store)
 
 
