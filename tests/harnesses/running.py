@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 from manege.client import Client
 from manege.config import ControllerConfig, RunConfig, SandboxConfig
 from manege.controller.loop import Controller
+from manege.engine.scripted import ScriptedEngine
 from manege.gateway.app import create_app
 from manege.gateway.server import GatewayServer
 from manege.model.folder import open_folder
@@ -30,8 +32,14 @@ class Ran:
     seconds: float
 
 
-async def run_harness(name, engine, folder, *, words, context_limit=CONTEXT_LIMIT, **agent):
-    """One rollout, to its end."""
+def scripted(reply):
+    decode = open_folder(MODEL).tokenizer.decode
+    return ScriptedEngine(reply, decode=lambda ids: decode(list(ids)), context_limit=CONTEXT_LIMIT, chunk_size=8)
+
+
+async def run_harness(name, engine, folder, *, context_limit=CONTEXT_LIMIT, **agent):
+    """One rollout, to its end. Nobody can know the words of its task without having looked at the file."""
+    words = [f"secret-{''.join(secrets.choice('abcdefgh') for _ in range(12))}" for _ in range(3)]
     config = RunConfig.model_validate(
         {
             "name": "run",

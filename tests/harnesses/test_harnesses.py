@@ -1,19 +1,18 @@
 """Every shipped harness, real and unmodified, does a coding task whose model is the scripted engine."""
 
-import secrets
+import re
+from collections import Counter
 
 import numpy as np
 import pytest
 
-from manege.engine.scripted import ScriptedEngine
 from manege.harnesses.harness import load, names
-from manege.model.folder import open_folder
 from manege.trainer.algo.forest import build_forest
 from manege.trainer.algo.samples import build_samples
 from manege.types import Outcome
 from tests.harnesses.matrix import record
-from tests.harnesses.policy import CONTEXT_LIMIT, MODEL, coding_reply
-from tests.harnesses.running import run_harness
+from tests.harnesses.policy import coding_reply, delegating_reply, tool_call
+from tests.harnesses.running import run_harness, scripted
 from tests.harnesses.table import ROWS
 
 pytestmark = pytest.mark.anyio
@@ -29,12 +28,7 @@ def test_every_harness_is_a_row():
 )
 async def test_the_task_is_done_and_every_token_is_captured_once(name, tmp_path):
     row = ROWS[name]
-    words = [f"secret-{''.join(secrets.choice('abcdefgh') for _ in range(12))}" for _ in range(3)]
-    decode = open_folder(MODEL).tokenizer.decode
-    engine = ScriptedEngine(
-        coding_reply(row.shell), decode=lambda ids: decode(list(ids)), context_limit=CONTEXT_LIMIT, chunk_size=8
-    )
-    ran = await run_harness(name, engine, tmp_path, words=words)
+    ran = await run_harness(name, scripted(coding_reply(row.shell)), tmp_path)
     rollout, calls = ran.rollout, ran.calls
     assert (rollout.outcome, rollout.reward) == (Outcome.OK, 1.0), (rollout.message, rollout.evidence)
     main = [call for call in calls if call.thread == "main"]
@@ -50,6 +44,47 @@ async def test_the_task_is_done_and_every_token_is_captured_once(name, tmp_path)
         assert "one per call" in load(name).samples
     assert ran.left == []
     record(load(name), calls=calls, samples=samples, seconds=ran.seconds)
+
+
+async def test_sub_agents_of_claude_code_are_threads_and_samples_of_their_own(tmp_path):
+    def delegate(told):
+        return tool_call("Agent", {"description": "Look at a file", "prompt": told, "run_in_background": False})
+
+    reply = delegating_reply(ROWS["claude-code"].shell, delegate, None)
+    await check_sub_agent("claude-code", reply, tmp_path)
+
+
+async def test_sub_agents_of_codex_are_threads_and_samples_of_their_own(tmp_path):
+    def wait(prompt):
+        # The result of spawn_agent is the last to name it.
+        return tool_call("wait_agent", {"targets": re.findall(r'"agent_id": ?"([0-9a-f-]+)"', prompt)[-1:]})
+
+    reply = delegating_reply(ROWS["codex"].shell, lambda told: tool_call("spawn_agent", {"message": told}), wait)
+    await check_sub_agent("codex", reply, tmp_path)
+
+
+async def check_sub_agent(name, reply, folder):
+    ran = await run_harness(name, scripted(reply), folder)
+    assert (ran.rollout.outcome, ran.rollout.reward) == (Outcome.OK, 1.0), (ran.rollout.message, ran.rollout.evidence)
+    threads = Counter(call.thread for call in ran.calls)
+    (agent,) = set(threads) - {"main"}
+    assert re.fullmatch(r"agent:[\w-]+", agent)
+    assert threads[agent] == 2
+    samples, ledger = build_samples(build_forest(ran.calls))
+    assert (ledger.dead, ledger.excluded) == (0, 0)
+    assert all(num_trained_in(samples, call) == 1 for call in ran.calls)
+    assert len(samples) == 2
+
+
+async def test_the_attribution_line_of_claude_code_is_filtered(tmp_path):
+    """As deployed it has one; started by us it is told to leave it out."""
+    env = {"CLAUDE_CODE_ATTRIBUTION_HEADER": "1"}
+    ran = await run_harness("claude-code", scripted(coding_reply(ROWS["claude-code"].shell)), tmp_path, env=env)
+    assert ran.rollout.reward == 1.0
+    assert all(any(edit.startswith("attribution line: ") for edit in call.edits) for call in ran.calls)
+    assert all("x-anthropic-billing-header" not in str(call.request["messages"]) for call in ran.calls)
+    samples, _ = build_samples(build_forest(ran.calls))
+    assert len(samples) == 1
 
 
 def num_trained_in(samples, call):
