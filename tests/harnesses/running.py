@@ -37,7 +37,7 @@ def scripted(reply):
     return ScriptedEngine(reply, decode=lambda ids: decode(list(ids)), context_limit=CONTEXT_LIMIT, chunk_size=8)
 
 
-async def run_harness(name, engine, folder, *, context_limit=CONTEXT_LIMIT, **agent):
+async def run_harness(name, engine, folder, *, context_limit=CONTEXT_LIMIT, sampling=None, **agent):
     """One rollout, to its end. Nobody can know the words of its task without having looked at the file."""
     words = [f"secret-{''.join(secrets.choice('abcdefgh') for _ in range(12))}" for _ in range(3)]
     config = RunConfig.model_validate(
@@ -51,6 +51,7 @@ async def run_harness(name, engine, folder, *, context_limit=CONTEXT_LIMIT, **ag
                 **agent,
             },
             "scorer": {"run": "tests.harnesses.programs:score"},
+            "sampling": sampling or {},
         }
     )
     task = Task(id="coding", input={"task": TASK}, hidden={"words": words})
