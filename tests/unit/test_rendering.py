@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer
 
@@ -14,6 +14,7 @@ from manege.model.folder import ModelFolder, open_folder
 from manege.rendering.generic import GenericRenderer
 from manege.rendering.known import KnownRenderer
 from manege.rendering.select import renderer_for
+from tests.renderers import generic
 
 QWEN3 = (Path(__file__).parent / "templates" / "qwen3.jinja").read_text(encoding="utf-8")
 QWEN3_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -359,3 +360,36 @@ def test_bridge_after_random_ids_is_that_after_canonical_ones(smollm2, data, fir
     added = smollm2.bridge([user(first), answer], prompt, response, new, ())
     expected = smollm2.bridge([user(first), assistant("Hello.")], prompt, sampled(smollm2, "Hello."), new, ())
     assert added == [*([] if ended else end), *expected]
+
+
+@st.composite
+def conversations(draw):
+    """A history that ends in an answer, and the messages that follow it."""
+    history = draw(st.sampled_from([[], [{"role": "system", "content": "Be brief."}]]))
+    history = [*history, user("Hi")]
+    for _ in range(draw(st.integers(0, 5))):
+        thought = draw(st.sampled_from([{}, {"reasoning_content": "Think."}]))
+        if draw(st.booleans()):
+            history += [{**calling("bash", "{}"), **thought}, tool("a.txt")]
+        else:
+            history += [{**assistant("Done."), **thought}, user("Go on")]
+    answer, following = draw(
+        st.sampled_from([(assistant("Yes."), [user("And?")]), (calling("bash", "{}"), [tool("b")])])
+    )
+    thought = draw(st.sampled_from([{}, {"reasoning_content": "Last."}]))
+    return [*history, {**answer, **thought}], draw(st.sampled_from([following, [*following, user("Now?")]]))
+
+
+@pytest.mark.parametrize("form", ["smollm2", "qwen3", "hermes", "xml", "llama"])
+@given(conversation=conversations())
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_a_bridge_needs_no_more_than_the_heart_of_a_history(form, request, conversation):
+    renderer = generic(form) if form in ("hermes", "xml", "llama") else request.getfixturevalue(form)
+    assert renderer._is_local
+    history, following = conversation
+    short = renderer.bridge(history, [1], [2], following, [BASH])
+    renderer._is_local = False
+    try:
+        assert short == renderer.bridge(history, [1], [2], following, [BASH])
+    finally:
+        renderer._is_local = True

@@ -70,13 +70,13 @@ class Answering:
         kind = MessageSource if services.engine.mode == "messages" else TokenSource
         source: AnswerSource = await kind.admit(services, self.identity, request, self._session)
         ids = [new_call_id() for _ in range(request.num_choices)]
-        prompt_ids = [] if source.prompt is None else source.prompt.ids.tolist()
+        prompt = source.prompt
         head = ReplyHead(
             id=ids[0],
             created_s=created_s,
             model=services.model_name,
-            num_prompt=len(prompt_ids),
-            prompt_ids=prompt_ids if prompt_ids and request.wants_token_ids else None,
+            num_prompt=len(prompt.ids) if prompt else 0,
+            prompt_ids=prompt.ids.tolist() if prompt and request.wants_token_ids else None,
         )
         flight.begin(head)
         try:

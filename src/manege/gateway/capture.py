@@ -7,7 +7,6 @@ from typing import Any
 from manege.engine.base import Chunk, Collector
 from manege.gateway.admission import Admitted
 from manege.gateway.auth import AgentIdentity
-from manege.gateway.continuation import Prompt
 from manege.gateway.sources import Answer
 from manege.protocols.base import Choice, ModelRequest, ReplyDelta, TokenLogprob
 from manege.rendering.base import ParsedReply, Renderer
@@ -30,13 +29,13 @@ _MESSAGES = {
 class Capture:
     """One answer while it is sampled: chunks in, deltas out; keeps every id, whatever the parser makes of it."""
 
-    def __init__(self, request: ModelRequest, prompt: Prompt, renderer: Renderer) -> None:
+    def __init__(self, request: ModelRequest, prompt_ids: Sequence[int], renderer: Renderer) -> None:
         self.collector = Collector()
         self._request, self._renderer = request, renderer
         stop = request.sampling.stop
         if request.prompt is None:
             tools = request.tools if request.tool_choice != "none" else ()
-            self._parser = renderer.live_parser(prompt_ids=prompt.ids.tolist(), tools=tools, stop=stop)
+            self._parser = renderer.live_parser(prompt_ids=prompt_ids, tools=tools, stop=stop)
         else:
             self._parser = renderer.live_text(stop=stop)
         self._content: list[str] = []

@@ -76,7 +76,7 @@ class Conversation:
         if served is not None:
             prompt_ids, response_ids = _ids(served)
             new_messages = request.messages[len(history) :]
-            added = renderer.bridge(history, prompt_ids.tolist(), response_ids.tolist(), new_messages, request.tools)
+            added = renderer.bridge(history, prompt_ids, response_ids, new_messages, request.tools)
             if added is not None:
                 ids = np.concatenate([prompt_ids, response_ids, np.asarray(added, np.int32)])
                 return Prompt(ids=ids, parent=served.call_id, new_messages=new_messages)

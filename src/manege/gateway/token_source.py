@@ -37,6 +37,7 @@ class TokenSource:
         self.prompt, self.admitted = prompt, admitted
         self._services, self._request, self._conversation = services, request, conversation
         self._session = session
+        self._ids = prompt.ids.tolist()
 
     @classmethod
     async def admit(cls, services: Services, identity: AgentIdentity, request: ModelRequest, session: str) -> Self:
@@ -56,9 +57,9 @@ class TokenSource:
         return cls(services, request, conversation, prompt, admitted, session)
 
     def choice(self, emit: Callable[[ReplyDelta], None]) -> "_TokenAnswer":
-        capture = Capture(self._request, self.prompt, self._services.renderer)
+        capture = Capture(self._request, self._ids, self._services.renderer)
         sampling = self.admitted.sampling
-        chunks = self._services.engine.generate(self.prompt.ids.tolist(), sampling, self._session)
+        chunks = self._services.engine.generate(self._ids, sampling, self._session)
         return _TokenAnswer(chunks, capture, self.prompt, emit)
 
     def add(self, call: Call) -> None:
@@ -121,6 +122,8 @@ def prompt_of(request: ModelRequest, conversation: Conversation, renderer: Rende
 
 def constraint_of(request: ModelRequest, prompt: Prompt, renderer: Renderer) -> Constraint | None:
     """What the answer must look like: a required tool call, or JSON. Raises InvalidRequest."""
+    if request.tool_choice != "required" and request.json_schema is None:
+        return None
     ids = prompt.ids.tolist()
     if request.tool_choice == "required":
         grammar = renderer.tool_grammar(ids, _offered(request), max_calls=request.max_tool_calls)
@@ -130,11 +133,11 @@ def constraint_of(request: ModelRequest, prompt: Prompt, renderer: Renderer) -> 
                 param="tool_choice",
             )
         return Constraint(grammar=grammar)
-    if request.json_schema is None:
-        return None
+    assert request.json_schema is not None
+    tools = request.tools if request.tool_choice == "auto" else ()
     return Constraint(
-        grammar=renderer.json_grammar(ids, request.json_schema),
-        json_schema=orjson.dumps(request.json_schema).decode(),
+        grammar=renderer.json_grammar(ids, request.json_schema, tools=tools, max_calls=request.max_tool_calls),
+        json_schema=None if tools else orjson.dumps(request.json_schema).decode(),
     )
 
 

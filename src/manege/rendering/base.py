@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from manege.types import JsonObject
+from manege.types import IntArray, JsonObject
 
 __all__ = ["LiveParser", "ParsedReply", "Renderer", "ToolCall"]
 
@@ -71,8 +71,8 @@ class Renderer(Protocol):
     def bridge(
         self,
         history: Sequence[JsonObject],
-        prompt_ids: Sequence[int],
-        response_ids: Sequence[int],
+        prompt_ids: Sequence[int] | IntArray,
+        response_ids: Sequence[int] | IntArray,
         new_messages: Sequence[JsonObject],
         tools: Sequence[JsonObject],
     ) -> list[int] | None:
@@ -102,8 +102,15 @@ class Renderer(Protocol):
         match their schemas, in the model's own form; None where that form is not known."""
         ...
 
-    def json_grammar(self, prompt_ids: Sequence[int], json_schema: JsonObject) -> str:
-        """The same for an answer that is JSON; reasoning before it is allowed where the prompt opens it."""
+    def json_grammar(
+        self,
+        prompt_ids: Sequence[int],
+        json_schema: JsonObject,
+        *,
+        tools: Sequence[JsonObject] = (),
+        max_calls: int | None = None,
+    ) -> str:
+        """The same for an answer that is JSON, or calls of `tools` where there are any."""
         ...
 
     def encode(self, text: str) -> list[int]:

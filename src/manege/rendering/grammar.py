@@ -1,7 +1,8 @@
 """Grammars of answers that must call a tool or be JSON, in llguidance's dialect of Lark
 (https://github.com/guidance-ai/llguidance/blob/main/docs/syntax.md).
 
-    start: before call (between call)* after
+    start: calls
+    calls: before call (between call)* after
     call: call_0 | call_1
     call_0: "bash" "\\", \\"arguments\\": " %json {...}
 
@@ -44,7 +45,27 @@ class GrammarWriter:
         """An answer of one or more calls of `tools`. `opened`: THINK if the prompt opens a thought, THINK_END if it
         closes one, None otherwise. Raises ProtocolError for a schema that cannot be followed."""
         thought, rules = self._thought(opened)
-        more = ""
+        return _compiled([f"start: {thought} calls", *rules, *self._calls(form, tools, max_calls)])
+
+    def json(
+        self,
+        schema: JsonObject,
+        *,
+        form: CallForm | None,
+        tools: Sequence[JsonObject],
+        max_calls: int | None,
+        opened: str | None,
+    ) -> str:
+        """An answer that is JSON of this schema, or calls of `tools`. Raises ProtocolError as above."""
+        thought, rules = self._thought(opened)
+        rules.append(f"object: {_json(schema or {'type': 'object'})}")
+        if form is None or not tools:
+            return _compiled([f"start: {thought} object", *rules])
+        return _compiled([f"start: {thought} (object | calls)", *rules, *self._calls(form, tools, max_calls)])
+
+    def _calls(self, form: CallForm, tools: Sequence[JsonObject], max_calls: int | None) -> list[str]:
+        """The rules of `calls`."""
+        more, rules = "", []
         if form.between is not None and max_calls != 1:
             times = "*" if max_calls is None else f"{{0,{max_calls - 1}}}"
             more = f"({self._literal(form.between)} call){times}"
@@ -58,14 +79,9 @@ class GrammarWriter:
                 rules += _xml_arguments(f"args_{number}", schema)
             else:
                 rules += [f"call_{number}: {_quoted(name)} {self._literal(form.middle)} {_json(schema)}"]
-        parts = [thought, self._literal(form.before), "call", more, self._literal(form.after)]
-        calls = " | ".join(f"call_{number}" for number in range(len(tools)))
-        return _compiled([f"start: {' '.join(filter(None, parts))}", f"call: {calls}", *rules])
-
-    def json(self, schema: JsonObject, *, opened: str | None) -> str:
-        """An answer that is JSON of this schema. Raises ProtocolError as above."""
-        thought, rules = self._thought(opened)
-        return _compiled([f"start: {thought} {_json(schema or {'type': 'object'})}", *rules])
+        parts = [self._literal(form.before), "call", more, self._literal(form.after)]
+        names = " | ".join(f"call_{number}" for number in range(len(tools)))
+        return [f"calls: {' '.join(filter(None, parts))}", f"call: {names}", *rules]
 
     def _thought(self, opened: str | None) -> tuple[str, list[str]]:
         """What may stand before the answer, and its rules."""

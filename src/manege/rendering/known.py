@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import renderers
 from renderers.base import MODEL_RENDERER_MAP, ParsedToolCall, ToolCallParseStatus
 from renderers.tagged import DEEPSEEK_V4_GRAMMAR
@@ -17,7 +18,7 @@ from manege.rendering.base import LiveParser, ParsedReply, ToolCall
 from manege.rendering.known_live import KnownLive
 from manege.rendering.reply import THINK, THINK_END
 from manege.rendering.shared import TokenizerRenderer
-from manege.types import JsonObject
+from manege.types import IntArray, JsonObject
 
 __all__ = ["KnownRenderer", "is_known"]
 
@@ -59,17 +60,16 @@ class KnownRenderer(TokenizerRenderer):
     def bridge(
         self,
         history: Sequence[JsonObject],
-        prompt_ids: Sequence[int],
-        response_ids: Sequence[int],
+        prompt_ids: Sequence[int] | IntArray,
+        response_ids: Sequence[int] | IntArray,
         new_messages: Sequence[JsonObject],
         tools: Sequence[JsonObject],
     ) -> list[int] | None:
-        found = self._renderer.bridge_to_next_turn(
-            list(prompt_ids), list(response_ids), _plain(new_messages), tools=_plain(tools) or None
-        )
+        prompt, response = np.asarray(prompt_ids).tolist(), np.asarray(response_ids).tolist()
+        found = self._renderer.bridge_to_next_turn(prompt, response, _plain(new_messages), tools=_plain(tools) or None)
         if found is None:
             return None
-        known = [*prompt_ids, *response_ids]
+        known = prompt + response
         # The library cuts what was sampled behind an end-of-turn token; then the context differs from ours.
         return found.token_ids[len(known) :] if found.token_ids[: len(known)] == known else None
 

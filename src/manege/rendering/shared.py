@@ -68,8 +68,16 @@ class TokenizerRenderer(ABC):
             return None
         return self._grammars.tool_calls(self._form, tools, max_calls=max_calls, opened=self._opened(prompt_ids))
 
-    def json_grammar(self, prompt_ids: Sequence[int], json_schema: JsonObject) -> str:
-        return self._grammars.json(json_schema, opened=self._opened(prompt_ids))
+    def json_grammar(
+        self,
+        prompt_ids: Sequence[int],
+        json_schema: JsonObject,
+        *,
+        tools: Sequence[JsonObject] = (),
+        max_calls: int | None = None,
+    ) -> str:
+        opened = self._opened(prompt_ids)
+        return self._grammars.json(json_schema, form=self._form, tools=tools, max_calls=max_calls, opened=opened)
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids

@@ -169,3 +169,15 @@ async def test_tool_choice_none_keeps_calls_as_text(agent, store):
     assert answer.choices[0].message.tool_calls is None
     [call] = await calls_of(store)
     assert (call.constrained, "tools" in call.request) == (False, True)
+
+
+async def test_with_tools_an_answer_is_json_or_a_call(agent, store):
+    form = {"type": "json_schema", "json_schema": {"name": "w", "schema": SCHEMA}}
+    for _ in range(4):
+        answer = await ask(agent, [user("Hi")], tools=[OTHER], response_format=form, parallel_tool_calls=False)
+        message = answer.choices[0].message
+        if message.tool_calls:
+            assert [call.function.name for call in message.tool_calls] == ["stop"]
+        else:
+            jsonschema_rs.validate(SCHEMA, json.loads(message.content))
+    await check_excluded(store)
