@@ -13,6 +13,7 @@ Concurrency: one event loop; a connection carries one exchange at a time.
 import asyncio
 from collections.abc import AsyncGenerator
 from ssl import create_default_context
+from typing import cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -187,8 +188,8 @@ class _Connection(asyncio.Protocol):
             self._waiter.set_result(None)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # uvloop's transports are not subclasses of asyncio's.
+        self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         self.has_answered = True

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import orjson
 
 from manege.engine.http1 import HttpClient
@@ -26,6 +27,7 @@ __all__ = ["ChatAnswer", "ChatIds", "MessagesEngine", "parse_answer"]
 _PATH = "/v1/chat/completions"
 _UNKNOWN_LOGPROB = -9999.0
 """What vLLM writes for a log-probability that it does not have."""
+_NO_IDS = np.zeros(0, np.int32)
 _REFUSALS = (400, 413, 422)
 _OVERFLOW_TYPES = ("context_length_exceeded", "exceed_context_size_error")
 _OVERFLOW_WORDS = ("context length", "context size", "context window")
@@ -39,10 +41,8 @@ class ChatAnswer:
     prompt_ids_P: IntArray
     response_ids_R: IntArray
     logprobs_R: FloatArray
-    texts: Sequence[str]
-    """Of the sampled tokens."""
     flaw: str | None
-    """Why there are no ids; then the arrays and `texts` are empty."""
+    """Why there are no ids; then the arrays are empty."""
     finish_reason: FinishReason
     num_prompt: int
     num_sampled: int
@@ -98,8 +98,7 @@ class ChatIds:
         self._has_text = False
         self._prompt: Sequence[int] = ()
         self._ids: list[int] = []
-        self._logprobs: list[float] = []
-        self._texts: list[str] = []
+        self._tokens: list[Mapping[str, Any]] = []
         self._finish: str | None = None
         self._num_prompt = self._num_sampled = self._num_cached = 0
 
@@ -121,20 +120,19 @@ class ChatIds:
             raise EngineError(f"{self._url}{_PATH} answered without a finish reason; see the engine's log")
         if is_complete and self._finish == "abort":
             raise EngineError(f"the engine at {self._url} aborted the answer; see its log")
-        flaw = self._flaw(is_complete)
+        logprobs_R = self._logprobs()
+        flaw = self._flaw(logprobs_R, is_complete)
         prompt_ids_P, response_ids_R = _int32(self._prompt), _int32(self._ids)
         if prompt_ids_P is None or response_ids_R is None:
             flaw = flaw or "the engine returned token ids that are not integers below 2**31"
         if flaw is not None:
-            self._logprobs, self._texts = [], []
-            prompt_ids_P = response_ids_R = np.zeros(0, np.int32)
+            prompt_ids_P, response_ids_R, logprobs_R = _NO_IDS, _NO_IDS, logprobs_R[:0]
         assert prompt_ids_P is not None
         assert response_ids_R is not None
         return ChatAnswer(
             prompt_ids_P=prompt_ids_P,
             response_ids_R=response_ids_R,
-            logprobs_R=np.asarray(self._logprobs, np.float32),
-            texts=self._texts,
+            logprobs_R=logprobs_R.astype(np.float32),
             flaw=flaw,
             finish_reason=FinishReason.LENGTH if self._finish == "length" else FinishReason.STOP,
             num_prompt=self._num_prompt or len(self._prompt),
@@ -147,19 +145,28 @@ class ChatIds:
         self._has_text = self._has_text or any(value for key, value in said.items() if key != "role")
         self._prompt = self._prompt or choice.get("prompt_token_ids") or ()
         self._ids += choice.get("token_ids") or ()
-        tokens = (choice.get("logprobs") or {}).get("content") or ()
-        self._logprobs += [token["logprob"] for token in tokens]
-        self._texts += [token.get("token", "") for token in tokens]
+        self._tokens += (choice.get("logprobs") or {}).get("content") or ()
         self._finish = choice.get("finish_reason") or self._finish
 
-    def _flaw(self, is_complete: bool) -> str | None:
+    def texts(self) -> list[str]:
+        """Of the sampled tokens, in the engine's spelling."""
+        return [token.get("token", "") for token in self._tokens]
+
+    def _logprobs(self) -> npt.NDArray[np.float64]:
+        try:
+            return np.array([token["logprob"] for token in self._tokens], np.float64)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise EngineError(f"{self._url}{_PATH} answered log-probabilities that are not OpenAI's") from error
+
+    def _flaw(self, logprobs_R: npt.NDArray[np.float64], is_complete: bool) -> str | None:
         if not self._prompt:
             return "the engine returned no prompt token ids"
         if not self._ids and (self._has_text or self._num_sampled):
             return "the engine returned no token ids of its answer"
-        if len(self._ids) != len(self._logprobs):
-            return f"the engine returned {len(self._ids)} token ids and {len(self._logprobs)} log-probabilities"
-        if not all(isinstance(value, float | int) and _UNKNOWN_LOGPROB < value < 1 for value in self._logprobs):
+        if len(self._ids) != len(logprobs_R):
+            return f"the engine returned {len(self._ids)} token ids and {len(logprobs_R)} log-probabilities"
+        # None, which numpy reads as NaN, is neither above nor below.
+        if not ((logprobs_R > _UNKNOWN_LOGPROB) & (logprobs_R < 1)).all():
             return "the engine does not know the log-probability of a token that it sampled"
         if is_complete and self._num_sampled not in (0, len(self._ids)):
             return f"the engine counted {self._num_sampled} sampled tokens and returned {len(self._ids)} token ids"

@@ -115,7 +115,7 @@ class MessagesSource:
             ),
             message=reply.message,
             stop_sequence=reply.stop_sequence,
-            texts=answer.texts,
+            texts=ids.texts() if answer.flaw is None else [],
             flaw=answer.flaw,
             num_prompt=answer.num_prompt,
             num_sampled=answer.num_sampled,

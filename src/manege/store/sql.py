@@ -48,6 +48,9 @@ NUM_READERS = 4
 MAX_RUNNING = 1024
 """Running rollouts that are remembered: as many as one gateway serves at once."""
 
+DELIVERY_WAIT_S = 0.05
+"""Nobody waits for such a note, but the next call of a busy agent comes in a few milliseconds and must be durable."""
+
 T = TypeVar("T")
 
 
@@ -195,8 +198,9 @@ class SqlStore:
         await self._writer.submit_item(self._calls.add, calls.Addition(call=call, num_shared=num_shared))
 
     async def set_delivered(self, call_id: CallId, delivered: Delivered) -> None:
-        """Note whether the agent got the answer. Raises NotFoundError."""
-        await self._writer.submit_item(calls.set_delivered, (call_id, delivered))
+        """Note whether the agent got the answer. It waits a moment for a commit that it can share. Raises
+        NotFoundError."""
+        await self._writer.submit_item(calls.set_delivered, (call_id, delivered), wait_s=DELIVERY_WAIT_S)
 
     async def calls(self, rollout_ids: Sequence[RolloutId]) -> Mapping[RolloutId, Sequence[Call]]:
         """The calls of the last attempt of each rollout, in the order in which they were answered."""

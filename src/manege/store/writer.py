@@ -2,9 +2,12 @@
 
 An operation is a function of a connection inside a transaction. Each runs in a savepoint, so that one that raises (a
 conflict, an unknown rollout, a duplicate) is undone alone. Neighbours that are submitted for the same `many` function
-run in one savepoint and as one operation, and one by one only if that fails. Futures are resolved only after the
-commit, so a caller that goes on has a durable write. When the database itself fails (disk full, locked) the whole group
-is rolled back and every caller gets StoreError; the next group tries anew, so the store recovers when the cause goes.
+run as one operation, and one by one only if that fails. Futures are resolved only after the commit, so a caller that
+goes on has a durable write. When the database itself fails (disk full, locked) the whole group is rolled back and every
+caller gets StoreError; the next group tries anew, so the store recovers when the cause goes.
+
+Few statements matter more than few rows: around each one the thread gives up the interpreter, and a busy event loop
+hands it back late.
 
 Operations run in the order of submission, and their commits become visible in that order; only operations of different
 `many` functions may overtake each other within a commit.
@@ -36,7 +39,7 @@ T = TypeVar("T")
 
 Operation = Callable[[Connection], Any]
 Many = Callable[[Connection, Sequence[Any]], Sequence[Any]]
-"""One result, or exception, per item."""
+"""One result, or exception, per item. It writes with one statement, which is undone alone if it breaks a constraint."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +69,10 @@ class Writer:
         self._written, self._committed = written, committed
         self._loop = asyncio.get_running_loop()
         self._queue: SimpleQueue[_Pending | None] = SimpleQueue()
+        self._waiting: list[_Pending] = []
+        self._flushing: asyncio.TimerHandle | None = None
         self._closed = False
+        self._connection: Connection | None = None
         self._thread = threading.Thread(target=self._run, name="manege-store-writer", daemon=True)
         self._thread.start()
 
@@ -74,45 +80,66 @@ class Writer:
         """Run an operation and return its result once it is durable. Raises what it raised, or StoreError."""
         return await self._submit(_Pending(operation, self._loop.create_future()))
 
-    async def submit_item(self, many: Many, item: Any) -> Any:
-        """The same for one item of an operation on many."""
-        return await self._submit(_Pending(None, self._loop.create_future(), many, item))
+    async def submit_item(self, many: Many, item: Any, *, wait_s: float = 0.0) -> Any:
+        """The same for one item of an operation on many, which may wait so long for another one to go with."""
+        pending = _Pending(None, self._loop.create_future(), many, item)
+        if wait_s and not self._closed:
+            self._waiting.append(pending)
+            self._flushing = self._flushing or self._loop.call_later(wait_s, self._flush)
+            return await pending.future
+        return await self._submit(pending)
 
     async def _submit(self, pending: _Pending) -> Any:
         if self._closed:
             raise StoreError("the store is closed; nothing can be written any more")
+        self._flush()
         self._queue.put(pending)
         return await pending.future
+
+    def _flush(self) -> None:
+        """Those that waited go now."""
+        if self._flushing is not None:
+            self._flushing.cancel()
+            self._flushing = None
+        for pending in self._waiting:
+            self._queue.put(pending)
+        self._waiting.clear()
 
     async def close(self) -> None:
         """Finish what was submitted and end the thread."""
         if not self._closed:
             self._closed = True
+            self._flush()
             self._queue.put(None)
         await asyncio.to_thread(self._thread.join)
 
     def _run(self) -> None:
-        while (first := self._queue.get()) is not None:
-            group, last = [first], False
-            while len(group) < MAX_GROUP and not last:
-                try:
-                    pending = self._queue.get_nowait()
-                except Empty:
-                    break
-                if pending is None:
-                    last = True
-                else:
-                    group.append(pending)
-            results, changed = self._commit(group)
+        is_open = True
+        while is_open:
+            group = self._next_group()
+            is_open = None not in group
+            results, changed = self._commit([pending for pending in group if pending is not None])
             self._loop.call_soon_threadsafe(self._resolve, results, changed)
-            if last:
-                return
+        self._disconnect()
+
+    def _next_group(self) -> list[_Pending | None]:
+        """What has been submitted, at least one; None is the end."""
+        group = [self._queue.get()]
+        while len(group) < MAX_GROUP and None not in group[-1:]:
+            try:
+                group.append(self._queue.get_nowait())
+            except Empty:
+                break
+        return group
 
     def _commit(self, group: list[_Pending]) -> tuple[list[tuple[_Pending, Any]], frozenset[RolloutId]]:
         """Each operation with its result, or the exception for its caller; and the rollouts that were changed."""
         results: list[tuple[_Pending, Any]] = []
+        if not group:
+            return results, frozenset()
         try:
-            with self._engine.begin() as connection:
+            connection = self._connection = self._connection or self._engine.connect()
+            with connection.begin():
                 for is_single, neighbours in groupby(group, key=lambda pending: pending.operation is not None):
                     run = list(neighbours)
                     results += _single(connection, run) if is_single else _many(connection, run)
@@ -121,9 +148,15 @@ class Writer:
         except Exception as error:
             # The thread must outlive whatever the database does; every caller learns of it.
             self._written(None)
+            self._disconnect()
             failure = explain(error, self._url)
             return [(pending, failure) for pending in group], frozenset()
         return results, changed
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
 
     def _resolve(self, results: list[tuple[_Pending, Any]], changed: frozenset[RolloutId]) -> None:
         self._committed(changed)
@@ -144,12 +177,11 @@ def _many(connection: Connection, run: list[_Pending]) -> list[tuple[_Pending, A
     results: list[tuple[_Pending, Any]] = []
     for many in dict.fromkeys(pending.many for pending in run if pending.many is not None):
         same = [pending for pending in run if pending.many == many]
-        together = _attempt(
-            connection, lambda connection, many=many, same=same: many(connection, [p.item for p in same])
-        )
-        if isinstance(together, Exception):
-            together = [_alone(connection, many, pending.item) for pending in same]
-        results += zip(same, together, strict=True)
+        try:
+            done = many(connection, [pending.item for pending in same])
+        except IntegrityError:
+            done = [_alone(connection, many, pending.item) for pending in same]
+        results += zip(same, done, strict=True)
     return results
 
 
