@@ -11,6 +11,7 @@ from starlette.routing import Route
 from manege.engine.base import Sampling, collect
 from manege.engine.scripted import ScriptedEngine, hashed_reply
 from manege.gateway.server import Server
+from manege.http import Connection, error_handlers
 from manege.model.folder import open_folder
 from manege.rendering.select import renderer_for
 from tests.conftest import TINY_MODEL
@@ -33,7 +34,8 @@ class ChatEngine:
             routes=[
                 Route("/v1/chat/completions", self.chat, methods=["POST"]),
                 Route("/v1/models", self.models),
-            ]
+            ],
+            exception_handlers=error_handlers,
         )
 
     async def models(self, _request):
@@ -60,7 +62,8 @@ class ChatEngine:
             return StreamingResponse(self.events(prompt, ids, logprobs, usage), media_type="text/event-stream")
         self.num_running += 1
         try:
-            await asyncio.sleep(self.token_delay_s * len(ids))
+            async with Connection(request.receive) as connection:
+                await connection.run(asyncio.sleep(self.token_delay_s * len(ids)))
         finally:
             self.num_running -= 1
         choice = {"index": 0, "finish_reason": "stop", "message": self.said(ids), **self.sampled(ids, logprobs)}

@@ -1,7 +1,10 @@
 """Engines that take messages: what is asked of them, what is read of their answers, and what happens when they fail."""
 
 import asyncio
+from contextlib import asynccontextmanager
 
+import httpx
+import openai
 import pytest
 
 from manege.engine.base import Sampling
@@ -9,8 +12,9 @@ from manege.engine.messages import MessagesEngine
 from manege.engine.scripted import scripted_logprob
 from manege.errors import ContextOverflowError, EngineError, ProtocolError
 from manege.gateway.forward import MessagesSource
+from manege.gateway.pool import Registration
 from manege.protocols.base import AskedSampling, InvalidRequest, ModelRequest, ReplyDelta
-from manege.types import FinishReason
+from manege.types import Delivered, FinishReason, RolloutSpec, Task
 from tests.chat_engine import chat_engine, http, raw_server
 
 pytestmark = pytest.mark.anyio
@@ -286,3 +290,136 @@ async def test_calls_that_wait_when_the_client_is_closed_fail_at_once():
             await asking
         with pytest.raises(EngineError, match="is closed"):
             await engine.ask({})
+
+
+@pytest.fixture
+async def agent(client, gateway):
+    """The official SDK with the key of a rollout under way."""
+    await client.create_rollouts([RolloutSpec(id="r", run="run", task=Task(id="t", input={}))])
+    (claim,) = await client.claim(controller="c", limit=1, lease_s=60)
+    async with openai.AsyncOpenAI(
+        base_url=f"{gateway.url}/v1", api_key=claim.agent_key, max_retries=0, http_client=httpx.AsyncClient()
+    ) as opened:
+        yield opened
+
+
+@asynccontextmanager
+async def registered(gateway, **options):
+    """An engine that takes messages, registered with the gateway."""
+    async with chat_engine(**options) as (served, url):
+        await gateway.services.engine.register([Registration(model="m", endpoint=url, version=7)])
+        yield served
+        await gateway.services.engine.clear()
+
+
+async def ask(agent, messages, *, stream=False, **options):
+    """The text of an answer."""
+    if not stream:
+        answer = await agent.chat.completions.create(model="any", messages=messages, **options)
+        return answer.choices[0].message.content
+    text = ""
+    async for chunk in await agent.chat.completions.create(model="any", messages=messages, stream=True, **options):
+        for choice in chunk.choices:
+            text += choice.delta.content or ""
+    return text
+
+
+async def recorded(client, num_calls):
+    """The calls, once all are known to be delivered."""
+    async with asyncio.timeout(5):
+        while True:
+            calls = (await client.calls(["r"]))["r"]
+            if len(calls) == num_calls and all(call.delivered is Delivered.YES for call in calls):
+                return calls
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [[{}] * 3, [{"stream": True}] * 3, [{}, {"stream": True}, {}, {"extra_body": {"return_token_ids": True}}, {}]],
+    ids=["whole", "streamed", "mixed"],
+)
+async def test_a_conversation_is_recorded_with_the_engines_ids_each_call_with_its_parent(agent, client, gateway, turns):
+    messages, spoken = [], []
+    async with registered(gateway) as served:
+        for number, options in enumerate(turns):
+            messages.append({"role": "user", "content": f"say {number}"})
+            messages.append({"role": "assistant", "content": await ask(agent, messages, temperature=0.3, **options)})
+            spoken.append(messages[-1]["content"])
+        calls = await recorded(client, len(turns))
+        prompts = [served.renderer.render(body["messages"], ()) for body in served.bodies]
+    assert [call.prompt_ids_P.tolist() for call in calls] == prompts
+    assert [served.renderer.decode(call.response_ids_R.tolist()) for call in calls] == spoken
+    assert [call.parent for call in calls] == [None, *[call.id for call in calls[:-1]]]
+    assert [call.request["messages"] for call in calls] == [[messages[2 * n]] for n in range(len(turns))]
+    assert {(call.temperature, call.overridden["temperature"]) for call in calls} == {(1.0, 0.3)}
+    assert {span.version for call in calls for span in call.spans} == {7}
+    assert gateway.services.counters.values["manege_prompt_tokens_total"] == sum(map(len, prompts))
+
+
+async def test_parents_are_found_again_after_the_index_was_lost(agent, client, gateway):
+    messages = [{"role": "user", "content": "one"}]
+    async with registered(gateway):
+        for text in ("two", "three"):
+            messages.append({"role": "assistant", "content": await ask(agent, messages)})
+            messages.append({"role": "user", "content": text})
+            gateway.services.prefixes.forget("r")
+        first, second = await recorded(client, 2)
+    assert second.parent == first.id
+
+
+async def test_an_answer_shows_what_was_asked_for_and_no_more(agent, gateway):
+    messages = [{"role": "user", "content": "hi"}]
+    async with registered(gateway):
+        plain = await agent.chat.completions.create(model="any", messages=messages)
+        shown = await agent.chat.completions.create(
+            model="any", messages=messages, logprobs=True, extra_body={"return_token_ids": True}
+        )
+    assert plain.choices[0].logprobs is None
+    assert {"token_ids", "prompt_token_ids"} & {*plain.model_dump(), *plain.choices[0].model_dump()} == set()
+    assert plain.model == shown.model == gateway.services.model_name
+    assert plain.usage.completion_tokens == len(shown.choices[0].token_ids) == len(shown.choices[0].logprobs.content)
+    assert len(shown.prompt_token_ids) == plain.usage.prompt_tokens
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_a_call_without_ids_is_answered_recorded_and_loud(agent, client, gateway, stream):
+    def without(body):
+        return {**body, "choices": [{**choice, "token_ids": None} for choice in body["choices"]]}
+
+    async with registered(gateway, change=without):
+        assert len(await ask(agent, [{"role": "user", "content": "hi"}], stream=stream)) == 8
+        (call,) = await recorded(client, 1)
+    assert (len(call.prompt_ids_P), len(call.response_ids_R), len(call.reply["content"])) == (0, 0, 8)
+    assert gateway.services.counters.values["manege_calls_without_ids_total"] == 1
+    (event,) = await gateway.services.store.events("r", event_type="call.without_ids")
+    assert event.data["message"] == "the engine returned no token ids of its answer"
+
+
+async def test_a_prompt_that_is_too_long_is_refused_in_the_words_that_harnesses_know(agent, gateway):
+    async with registered(gateway, context_limit=32):
+        with pytest.raises(openai.BadRequestError, match="maximum context length"):
+            await ask(agent, [{"role": "user", "content": "hi" * 100}])
+
+
+async def test_a_failing_engine_is_a_502_and_an_event(agent, gateway):
+    async with raw_server(http(b"<html>")) as url:
+        await gateway.services.engine.register([Registration(model="m", endpoint=url)])
+        with pytest.raises(openai.InternalServerError, match="answered no JSON"):
+            await ask(agent, [{"role": "user", "content": "hi"}])
+        (event,) = await gateway.services.store.events("r", event_type="call.error")
+        assert event.data["status"] == 502
+        await gateway.services.engine.clear()
+
+
+async def test_a_client_that_goes_away_ends_the_call_at_the_engine(agent, gateway):
+    async with registered(gateway, num_tokens=200, token_delay_s=0.05) as served:
+        for stream in (False, True):
+            asking = asyncio.create_task(ask(agent, [{"role": "user", "content": "hi"}], stream=stream))
+            async with asyncio.timeout(2):
+                while not served.num_running:
+                    await asyncio.sleep(0.01)
+            asking.cancel()
+            async with asyncio.timeout(2.5):
+                while served.num_running:
+                    await asyncio.sleep(0.01)
