@@ -32,6 +32,12 @@ SUBMIT = tool_call("bash", {"command": "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTP
 FINISH = tool_call("finish", {"message": "Done."})
 ANSWER = 'Thought: it is done.\n<code>\nfinal_answer("done")\n</code>'
 
+
+def lasting(text):
+    """On a busy machine Qwen Code loses the output of a command that ends at once."""
+    return {"command": f"{text}; sleep 1", "description": "Runs a command", "is_background": False}
+
+
 ROWS = {
     "mini-swe-agent": Row(
         shell=Shell(tool="bash", arguments=lambda text: {"command": text}, finish=SUBMIT), in_ci=True
@@ -42,7 +48,7 @@ ROWS = {
     "openai-agents": Row(shell=command("shell"), in_ci=True),
     "openhands": Row(shell=Shell(tool="terminal", arguments=lambda text: {"command": text}, finish=FINISH)),
     "openclaw": Row(shell=command("exec")),
-    "qwen-code": Row(shell=described("run_shell_command", is_background=False)),
+    "qwen-code": Row(shell=Shell(tool="run_shell_command", arguments=lasting)),
     "pi": Row(shell=command("bash")),
     "langgraph": Row(shell=command("shell")),
     "pydantic-ai": Row(shell=command("shell")),

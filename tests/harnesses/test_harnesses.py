@@ -46,12 +46,18 @@ async def test_the_task_is_done_and_every_token_is_captured_once(name, tmp_path)
     record(load(name), calls=calls, samples=samples, seconds=ran.seconds)
 
 
-async def test_sub_agents_of_claude_code_are_threads_and_samples_of_their_own(tmp_path):
+@pytest.mark.parametrize(
+    ("name", "tool", "others"),
+    [
+        ("claude-code", "Agent", {"run_in_background": False}),
+        ("opencode", "task", {"subagent_type": "general"}),
+    ],
+)
+async def test_sub_agents_are_threads_and_samples_of_their_own(name, tool, others, tmp_path):
     def delegate(told):
-        return tool_call("Agent", {"description": "Look at a file", "prompt": told, "run_in_background": False})
+        return tool_call(tool, {"description": "Look at a file", "prompt": told, **others})
 
-    reply = delegating_reply(ROWS["claude-code"].shell, delegate, None)
-    await check_sub_agent("claude-code", reply, tmp_path)
+    await check_sub_agent(name, delegating_reply(ROWS[name].shell, delegate, None), tmp_path)
 
 
 async def test_sub_agents_of_codex_are_threads_and_samples_of_their_own(tmp_path):
@@ -67,13 +73,13 @@ async def check_sub_agent(name, reply, folder):
     ran = await run_harness(name, scripted(reply), folder)
     assert (ran.rollout.outcome, ran.rollout.reward) == (Outcome.OK, 1.0), (ran.rollout.message, ran.rollout.evidence)
     threads = Counter(call.thread for call in ran.calls)
-    (agent,) = set(threads) - {"main"}
+    (agent,) = set(threads) - {"main"} - ROWS[name].side_threads
     assert re.fullmatch(r"agent:[\w-]+", agent)
     assert threads[agent] == 2
     samples, ledger = build_samples(build_forest(ran.calls))
     assert (ledger.dead, ledger.excluded) == (0, 0)
     assert all(num_trained_in(samples, call) == 1 for call in ran.calls)
-    assert len(samples) == 2
+    assert len(samples) == 2 + len(ROWS[name].side_threads)
 
 
 async def test_the_attribution_line_of_claude_code_is_filtered(tmp_path):

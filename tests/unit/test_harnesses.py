@@ -99,6 +99,7 @@ def test_an_unknown_program_has_one_thread_and_no_edits():
         ("codex", {"x-openai-subagent": "review"}, {}, "agent:review"),
         ("codex", {"x-codex-turn-metadata": '{"request_kind":"turn"}'}, {}, "main"),
         ("codex", {"x-codex-turn-metadata": '{"request_kind":"compaction"}'}, {}, "side:summary"),
+        ("opencode", {"x-session-id": "s2", "x-parent-session-id": "s1"}, {}, "agent:s2"),
         ("openhands", {}, {"tools": ()}, "side:summary"),
         ("qwen-code", {}, {"tools": ()}, "side:other"),
     ],
@@ -261,7 +262,7 @@ def test_another_version_is_another_installation(tiny, tmp_path):
 
 def test_a_package_that_does_not_install_is_an_error_with_what_was_said(tmp_path):
     broken = parse("tiny", MINIMAL + f'npm = ["{tmp_path / "missing"}"]\n')
-    with pytest.raises(HarnessError, match="Could not read package.json"):
+    with pytest.raises(HarnessError, match="Could not read package"):
         install(broken, tmp_path / "root")
     with pytest.raises(HarnessError):
         find(broken, tmp_path / "root")

@@ -15,6 +15,7 @@ from rich.console import Console
 from manege.client import Client
 from manege.config import EngineConfig, GatewayConfig, ModelConfig, RunConfig
 from manege.controller.environment import fill
+from manege.controller.launch import task_text
 from manege.controller.loop import Controller
 from manege.engine.base import Engine
 from manege.engine.threads import calm_threads
@@ -90,6 +91,8 @@ def check_agents(config: RunConfig, tasks: Sequence[Task], console: Console) -> 
         console.print(f"sandbox: {line}", highlight=False, soft_wrap=True)
     for name, template in config.agent.env.items():
         fill(template, tasks[0].input, name=name)
+    if config.agent.harness is not None:
+        task_text(config.agent, tasks[0].input)
 
 
 @asynccontextmanager

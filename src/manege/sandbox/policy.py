@@ -20,7 +20,8 @@ __all__ = ["Policy", "apply"]
 _SYSTEM = (
     "/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/opt",
     "/etc/alternatives", "/etc/bash.bashrc", "/etc/bashrc", "/etc/ca-certificates", "/etc/group", "/etc/hosts",
-    "/etc/ld.so.cache", "/etc/localtime", "/etc/magic", "/etc/mime.types", "/etc/nsswitch.conf", "/etc/passwd", "/etc/pki/tls", "/etc/resolv.conf",
+    "/etc/ld.so.cache", "/etc/localtime", "/etc/magic", "/etc/mime.types",
+    "/etc/nsswitch.conf", "/etc/passwd", "/etc/pki/tls", "/etc/resolv.conf",
     "/etc/ssl/certs", "/etc/ssl/openssl.cnf", "/etc/terminfo",
     "/proc/cpuinfo", "/proc/meminfo", "/proc/self/maps", "/proc/stat", "/sys/devices/system/cpu",
 )
