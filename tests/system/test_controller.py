@@ -17,7 +17,7 @@ from manege.cli.arguments import read_run
 from manege.client import Client
 from manege.config import ControllerConfig, RunConfig, SandboxConfig
 from manege.controller.loop import Controller
-from manege.errors import EngineError, ForbiddenError, HarnessError, SandboxError
+from manege.errors import EngineError, HarnessError, SandboxError, UnauthorizedError
 from manege.sandbox.probe import probe
 from manege.types import Outcome, RolloutSpec, RolloutState, Task
 from tests.conftest import OPERATOR_KEY
@@ -220,7 +220,7 @@ def failing_once():
 async def test_an_agent_that_fails_after_its_calls_were_answered_again_is_to_blame(client, tmp_path):
     rollout = await run_one(client, tmp_path, run_config("ask_twice_and_fail"))
     assert (rollout.outcome, rollout.reward) == (Outcome.OK, 1.0), rollout.message
-    assert [event.data["message"] for event in await client.events("r1", "engine.error")] == ["out of memory"]
+    assert [event.data["message"] for event in await client.events("r1", "call.error")] == ["out of memory"]
 
 
 async def wait_for(path, seconds=20):
@@ -337,7 +337,7 @@ async def test_agents_that_cannot_be_isolated_are_refused(client, tmp_path):
 async def test_a_wrong_key_ends_the_controller_with_its_message(gateway, tmp_path):
     async with Client(gateway.url, "mo-wrong") as stranger:
         controller = Controller(stranger, name="c", folder=tmp_path, config=ControllerConfig(), sandbox=UNSAFE)
-        with pytest.raises(ForbiddenError):
+        with pytest.raises(UnauthorizedError):
             await controller.run()
 
 

@@ -28,7 +28,7 @@ from manege.sandbox.layers import Layers
 from manege.sandbox.policy import Policy
 from manege.sandbox.spec import Exit, Limits, ProcessSpec
 from manege.store.base import Ending
-from manege.types import Outcome, Rollout
+from manege.types import Delivered, Outcome, Rollout
 
 __all__ = ["LocalRunner"]
 
@@ -186,10 +186,11 @@ class LocalRunner:
     async def _check_engine(self, rollout: Rollout, ended: Exit, record: AttemptRecord) -> None:
         """Raises EngineError when the engine failed the last call of an agent that came to a bad end or to nothing:
         such an attempt says nothing about the agent."""
-        if ended.limit is not None or (ended.code == 0 and record.calls):
+        answered = [call for call in record.calls if call.delivered is not Delivered.NO]
+        if ended.limit is not None or (ended.code == 0 and answered):
             return
-        failures = await self.client.events(rollout.spec.id, "engine.error")
-        answered_s = max((call.ended_s for call in record.calls), default=0.0)
+        failures = await self.client.events(rollout.spec.id, "call.error")
+        answered_s = max((call.ended_s for call in answered), default=0.0)
         if failures and failures[-1].timestamp_s > answered_s:
             raise EngineError(f"the engine failed the agent's last model call: {failures[-1].data.get('message')}")
 

@@ -1,7 +1,7 @@
 """Routes of a rollout's log: agents and operators append, operators read (in Agent Lightning's shapes).
 
 Nobody writes `model_request`, since calls are shown so. An agent may not write what only we may say (`late.*`,
-`policy.*`, `engine.*`), and a reward only where the run lets its agents judge themselves.
+`policy.*`, `call.*`), and a reward only where the run lets its agents judge themselves.
 """
 
 from typing import Annotated, Any, Literal
@@ -23,7 +23,7 @@ __all__ = ["event_routes"]
 
 MAX_EVENT_BYTES = 1024 * 1024
 """Logs are for people; large results belong into files."""
-OUR_EVENTS = ("late.", "policy.", "engine.")
+OUR_EVENTS = ("late.", "policy.", "call.")
 CALL_EVENT = "model_request"
 """How calls are shown in a log; nobody writes it."""
 

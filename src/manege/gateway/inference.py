@@ -129,6 +129,7 @@ class ModelCalls:
             try:
                 if delivered is Delivered.NO:
                     self._services.conversations.forget_call(call)
+                    self._services.prefixes.forget_call(call)
                 await self._services.store.set_delivered(call.id, delivered)
             except NotFoundError as error:
                 # The rollout was deleted between the answer and this note.
