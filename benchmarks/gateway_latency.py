@@ -251,7 +251,7 @@ async def run(asked: argparse.Namespace, shape: Shape, folder: str) -> list[Meas
     )
     gateway_command = (
         *(str(Path(sys.executable).with_name("manege")), "gateway", "--model", "smollm2", "--engine", stand_in),
-        *("--port", url.rpartition(":")[2], "--key", KEY, "--folder", folder),
+        *("--port", url.rpartition(":")[2], "--operator-key", KEY, "--folder", folder),
     )
     if asked.profile:
         gateway_command = (asked.profile, "record", "-o", "gateway.svg", "-r", "500", "--", *gateway_command)

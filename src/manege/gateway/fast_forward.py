@@ -26,7 +26,7 @@ from manege.http import ClientGone, Connection
 from manege.logs import get_logger, kv
 from manege.protocols.base import ModelRequest
 from manege.protocols.chat_upstream import UpstreamReply
-from manege.types import CallId, Delivered, Event, VersionSpan
+from manege.types import Call, CallId, Delivered, Event, VersionSpan
 
 __all__ = ["FastForward"]
 
@@ -59,7 +59,7 @@ class FastForward:
         """Raises ManegeError as long as nothing was sent."""
         async with Connection(receive) as connection:
             try:
-                call_id, body = await connection.run(self._answer(answering))
+                call, body = await connection.run(self._answer(answering))
             except ClientGone:
                 _log.info(kv("the client went away before it was answered", rollout=answering.identity.rollout_id))
                 return
@@ -71,17 +71,19 @@ class FastForward:
             headers = [
                 (b"content-type", b"application/json"),
                 (b"content-length", b"%d" % len(body)),
-                (b"x-request-id", call_id.encode()),
+                (b"x-request-id", call.id.encode()),
             ]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             await send({"type": "http.response.body", "body": body})
+        if not delivered:
+            self._services.prefixes.forget_call(call)
         try:
-            await self._services.store.set_delivered(call_id, Delivered.YES if delivered else Delivered.NO)
+            await self._services.store.set_delivered(call.id, Delivered.YES if delivered else Delivered.NO)
         except NotFoundError as error:
             # The rollout was deleted between the answer and this note.
-            _log.info(kv("delivery not noted", call_id=call_id, reason=error))
+            _log.info(kv("delivery not noted", call_id=call.id, reason=error))
 
-    async def _answer(self, answering: Answering) -> tuple[CallId, bytes]:
+    async def _answer(self, answering: Answering) -> tuple[Call, bytes]:
         """A stored call, and the answer's body."""
         services, request, identity = self._services, answering.request, answering.identity
         created_s, call_id = services.clock(), new_call_id()
@@ -114,7 +116,7 @@ class FastForward:
         else:
             services.counters.add("manege_calls_without_ids_total")
             await self._note(answering, "call.without_ids", call=call_id, message=whole.ids.flaw)
-        return call_id, whole.body(services.model_name)
+        return call, whole.body(services.model_name)
 
     async def _note(self, answering: Answering, event_type: str, **data: object) -> None:
         event = Event(

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from manege.engine.base import Generation, Sampling
 from manege.engine.messages import ChatIds, MessagesEngine
 from manege.errors import ContextOverflowError
-from manege.protocols.base import AskedSampling, InvalidRequest, ModelRequest, ReplyDelta
+from manege.protocols.base import InvalidRequest, ModelRequest, ReplyDelta
 from manege.protocols.chat_upstream import UpstreamReply, chat_body
 from manege.types import FinishReason, IntArray, JsonObject, VersionSpan
 
@@ -130,7 +130,9 @@ def without_tokens(answered: dict[str, Any]) -> dict[str, Any]:
 
 def upstream_body(request: ModelRequest, sampling: Sampling, *, model: str) -> dict[str, Any]:
     """What an engine is asked for a whole answer."""
-    body = chat_body(replace(request, sampling=AskedSampling()), model=model)
+    body = chat_body(request, model=model)
+    for key in ("seed", "stop", *request.sampling.others):
+        body.pop(key, None)
     return body | _sampling_fields(sampling) | {key: request.raw[key] for key in _PASSED_ON if key in request.raw}
 
 
