@@ -1,6 +1,6 @@
 """What length and number cost the gateway: one conversation of 200 turns, and a thousand streams at once.
 
-    python benchmarks/gateway_conversations.py [--turns 200] [--tokens 128000] [--streams 1000]
+    python benchmarks/gateway_conversations.py [--turns 200] [--tokens 128000] [--streams 1000] [--delay 0.5]
 
 The conversation is continued from the stored ids, the gateway in this process, its engine scripted: how the time of a
 turn grows is what counts, and where it goes: reading the request's body is in proportion to the history, sampling and
@@ -31,7 +31,7 @@ from manege.rendering.select import renderer_for
 from manege.store.sql import SqlStore
 
 NUM_SAMPLED = 200
-TOKEN_DELAY_S = 0.05
+NUM_STREAMED = 30
 
 
 async def long_conversation(num_turns: int, num_tokens: int, folder: str) -> list[tuple[int, float]]:
@@ -94,12 +94,12 @@ async def streams(url: str, paths: list[tuple[str, str]]) -> list[float]:
     return await asyncio.gather(*(one(path, key, number) for number, (path, key) in enumerate(paths)))
 
 
-async def many_streams(count: int, folder: str) -> dict[str, list[float]]:
+async def many_streams(count: int, delay_s: float, folder: str) -> dict[str, list[float]]:
     """Longest silences, through the gateway and without it."""
     stand_in, url = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
     engine_command = (
         *(sys.executable, str(Path(__file__).with_name("stand_in.py")), "--port", stand_in.rpartition(":")[2]),
-        *("--first", "100", "--added", "100", "--sampled", str(NUM_SAMPLED), "--token-delay", str(TOKEN_DELAY_S)),
+        *("--first", "100", "--added", "100", "--sampled", str(NUM_STREAMED), "--token-delay", str(delay_s)),
     )
     gateway_command = (
         *(str(Path(sys.executable).with_name("manege")), "gateway", "--model", "smollm2", "--engine", stand_in),
@@ -121,6 +121,7 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=128_000)
     parser.add_argument("--streams", type=int, default=1000)
+    parser.add_argument("--delay", type=float, default=0.5, help="seconds between the tokens of a stream")
     asked = parser.parse_args()
     console = Console(highlight=False)
     if asked.turns:
@@ -134,9 +135,9 @@ def main() -> None:
             )
     if asked.streams:
         with tempfile.TemporaryDirectory() as folder:
-            found = asyncio.run(many_streams(asked.streams, folder))
+            found = asyncio.run(many_streams(asked.streams, asked.delay, folder))
         console.print(
-            f"{asked.streams} streams, one token per {TOKEN_DELAY_S * 1e3:.0f} ms, longest silence in a stream:"
+            f"{asked.streams} streams, one token per {asked.delay * 1e3:.0f} ms, longest silence in a stream:"
         )
         for name, gaps in found.items():
             console.print(f"  {name:<15} median {statistics.median(gaps) * 1e3:.0f} ms, worst {max(gaps) * 1e3:.0f} ms")

@@ -2,10 +2,11 @@
 
 It leaves the same record as `answering.py` at a fraction of the CPU time: the engine's prompt ids are compared as text
 with those of earlier calls, only the new ones are parsed and kept, and the answer is the engine's own, less what the
-caller did not ask for. A client that goes away closes the connection to the engine, and nothing is recorded. What is
-not plain is left to the long way.
+caller did not ask for. A client that goes away while the engine works closes the connection to it, and nothing is
+recorded; one that goes later leaves a call that was not delivered. What is not plain is left to the long way.
 """
 
+import asyncio
 from typing import Any
 
 import orjson
@@ -22,7 +23,6 @@ from manege.gateway.message_source import MessageSource
 from manege.gateway.prefixes import Known, Match, PrefixIndex, ids_text
 from manege.gateway.services import Services
 from manege.gateway.sources import Answer
-from manege.http import ClientGone, Connection
 from manege.logs import get_logger, kv
 from manege.protocols.base import ModelRequest
 from manege.protocols.chat_upstream import UpstreamReply
@@ -57,24 +57,28 @@ class FastForward:
 
     async def serve(self, answering: Answering, receive: Receive, send: Send) -> None:
         """Raises ManegeError as long as nothing was sent."""
-        async with Connection(receive) as connection:
-            try:
-                call, body = await connection.run(self._answer(answering))
-            except ClientGone:
-                _log.info(kv("the client went away before it was answered", rollout=answering.identity.rollout_id))
-                return
-            except ManegeError as error:
-                if error.status >= 500:
-                    await self._note(answering, "call.error", status=error.status, message=str(error))
+        watch = _Watch(receive)
+        try:
+            call, body = await self._answer(answering, watch)
+        except asyncio.CancelledError:
+            if not watch.gone:
                 raise
-            delivered = not connection.gone
-            headers = [
-                (b"content-type", b"application/json"),
-                (b"content-length", b"%d" % len(body)),
-                (b"x-request-id", call.id.encode()),
-            ]
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            await send({"type": "http.response.body", "body": body})
+            _log.info(kv("the client went away before it was answered", rollout=answering.identity.rollout_id))
+            return
+        except ManegeError as error:
+            if error.status >= 500:
+                await self._note(answering, "call.error", status=error.status, message=str(error))
+            raise
+        finally:
+            watch.end()
+        delivered = not watch.gone
+        headers = [
+            (b"content-type", b"application/json"),
+            (b"content-length", b"%d" % len(body)),
+            (b"x-request-id", call.id.encode()),
+        ]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
         if not delivered:
             self._services.prefixes.forget_call(call)
         try:
@@ -83,7 +87,7 @@ class FastForward:
             # The rollout was deleted between the answer and this note.
             _log.info(kv("delivery not noted", call_id=call.id, reason=error))
 
-    async def _answer(self, answering: Answering) -> tuple[Call, bytes]:
+    async def _answer(self, answering: Answering, watch: "_Watch") -> tuple[Call, bytes]:
         """A stored call, and the answer's body."""
         services, request, identity = self._services, answering.request, answering.identity
         created_s, call_id = services.clock(), new_call_id()
@@ -93,6 +97,7 @@ class FastForward:
         async with services.gate.enter(answering.hold_s):
             asked = _Asked(request, admitted.sampling)
             raw, engine = await services.engine.forward(asked, session)
+        watch.only_note()
         whole = _Whole(raw, request, call_id, engine, index)
         call = new_call(
             call_id,
@@ -127,6 +132,30 @@ class FastForward:
             timestamp_s=self._services.clock(),
         )
         await self._services.store.add_event(event)
+
+
+class _Watch:
+    """Cancels the task that waits for an engine when its client goes away: one task less than `http.Connection`."""
+
+    def __init__(self, receive: Receive) -> None:
+        self.gone = False
+        self._working = asyncio.current_task()
+        self._watching = asyncio.create_task(self._until_gone(receive), name="connection-watch")
+
+    def only_note(self) -> None:
+        """Do not cancel any more: what was sampled is recorded."""
+        self._working = None
+
+    def end(self) -> None:
+        """The answer is there."""
+        self._watching.cancel()
+
+    async def _until_gone(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.gone = True
+        if self._working is not None:
+            self._working.cancel()
 
 
 class _Asked:
