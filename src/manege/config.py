@@ -109,6 +109,8 @@ class AgentConfig(_Section):
     task: str | None = None
     """What a harness is told; `{field}` is replaced by that field of the task's input. None: its field `task` or
     `prompt`."""
+    common_prompts: bool = False
+    """Take dates and session ids out of a known harness's prompts, so that the rollouts of a group begin alike."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment of the agent; `{field}` is replaced by that field of the task's input."""
     setup: Program | None = None

@@ -117,7 +117,7 @@ def test_structure_and_headers_name_the_thread(name, headers, changes, wanted):
     ],
 )
 def test_instructions_name_the_thread(name, system, wanted):
-    assert thread(name, {}, says("developer", system), says("user", "Do it."), tools=()) == wanted
+    assert thread(name, {}, says("system", system), says("user", "Do it."), tools=()) == wanted
 
 
 @pytest.mark.parametrize(

@@ -163,7 +163,8 @@ async def read_agent_traffic(
     """The request as the harness means it: filtered, and with the thread that it belongs to."""
     headers = dict(request.headers)
     setting = await services.settings.of(identity.rollout.spec.run)
-    return read_traffic(setting.harness or recognise(headers), headers, model_request)
+    harness = setting.harness or recognise(headers)
+    return read_traffic(harness, headers, model_request, with_optional=setting.common_prompts)
 
 
 def error_response(protocol: WireProtocol, error: ManegeError) -> Response:

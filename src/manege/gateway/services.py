@@ -35,6 +35,8 @@ class RunSetting:
     """Temperature of training calls and the upper bound on new tokens."""
     harness: Harness | None
     """Whose noise is filtered; None: recognised by its headers."""
+    common_prompts: bool
+    """Whether what differs between rollouts only is filtered too."""
 
 
 class RunSettings:
@@ -59,11 +61,13 @@ class RunSettings:
         try:
             config = (await self._store.get_run(run)).config
             sampling = SamplingConfig.model_validate(config.get("sampling", {}))
-            harness = config.get("agent", {}).get("harness")
-            return RunSetting(sampling=sampling, harness=load(harness) if harness else None)
+            agent = config.get("agent", {})
+            harness, common_prompts = agent.get("harness"), bool(agent.get("common_prompts"))
+            known = load(harness) if harness else None
+            return RunSetting(sampling=sampling, harness=known, common_prompts=common_prompts)
         except (NotFoundError, HarnessError, ValidationError, AttributeError, TypeError):
             # A run of a foreign trainer keeps whatever config it likes.
-            return RunSetting(sampling=SamplingConfig(), harness=None)
+            return RunSetting(sampling=SamplingConfig(), harness=None, common_prompts=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

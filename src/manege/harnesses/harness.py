@@ -73,8 +73,10 @@ class Filter(_Table):
     pattern: Pattern
     replacement: str = ""
     """May refer to groups of the pattern."""
+    in_user: bool = False
+    """Looked for in user messages, too."""
     optional: bool = False
-    """Differs only from rollout to rollout (dates, session ids): taken out where a run wants common prompts."""
+    """Differs only from rollout to rollout (dates, session ids): taken out with `agent.common_prompts`."""
 
 
 class Harness(_Table):
@@ -108,7 +110,7 @@ class Harness(_Table):
     threads: tuple[ThreadRule, ...] = ()
     """The first that holds names the thread; without one it is `main`."""
     filters: tuple[Filter, ...] = ()
-    """Applied to the system and developer messages."""
+    """Applied to the system messages."""
     function: str | None = None
     """A filter that a pattern cannot express: `module:function` of this package,
     f(ModelRequest) -> (ModelRequest, lines for the record)."""

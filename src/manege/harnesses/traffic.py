@@ -17,7 +17,6 @@ __all__ = ["Traffic", "read_traffic", "recognise"]
 
 _MAIN = "main"
 _HEADER = re.compile(r"\{([a-z0-9-]+)\}")
-_INSTRUCTIONS = ("system", "developer")
 _SHOWN_CHARS = 200
 """Of what a filter took out, in the record."""
 
@@ -42,7 +41,7 @@ def read_traffic(
         return Traffic(request=request, thread=_MAIN, edits=())
     edits: list[str] = []
     filters = [item for item in harness.filters if with_optional or not item.optional]
-    if filters and any(message["role"] in _INSTRUCTIONS for message in request.messages):
+    if filters:
         messages = [_filtered(message, filters, edits) for message in request.messages]
         request = replace(request, messages=messages) if edits else request
     if harness.function is not None:
@@ -82,7 +81,7 @@ def _all_match(patterns: Mapping[str, str], headers: Mapping[str, str]) -> bool:
 
 
 def _instructions(request: ModelRequest) -> str:
-    return "\n".join(_text(message) for message in request.messages if message["role"] in _INSTRUCTIONS)
+    return "\n".join(_text(message) for message in request.messages if message["role"] == "system")
 
 
 def _last_of_user(request: ModelRequest) -> str:
@@ -98,9 +97,11 @@ def _text(message: JsonObject) -> str:
 
 def _filtered(message: JsonObject, filters: Sequence[Filter], edits: list[str]) -> JsonObject:
     content = message.get("content")
-    if message["role"] not in _INSTRUCTIONS or not isinstance(content, str):
+    if not isinstance(content, str):
         return message
     for item in filters:
+        if message["role"] not in (("system", "user") if item.in_user else ("system",)):
+            continue
         found = [match[0] for match in re.finditer(item.pattern, content)]
         edits += [f"{item.name}: {text[:_SHOWN_CHARS]!r}" for text in found]
         content = re.sub(item.pattern, item.replacement, content) if found else content

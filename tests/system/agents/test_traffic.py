@@ -53,6 +53,24 @@ async def test_side_calls_and_sub_agents_have_threads_of_their_own(http, store):
     assert [call.thread for call in await calls_of(store)] == ["main", "agent:a1", "side:other"]
 
 
+async def test_dates_go_only_where_the_run_wants_common_prompts(http, rollout, store, gateway):
+    prompts = {}
+    for number, common in enumerate((False, True)):
+        for day in (28, 29):
+            name = f"c{number}{day}"
+            await rollout(name, config={"agent": {"harness": "codex", "common_prompts": common}})
+            gateway.services.settings.forget("run")
+            headers = {"authorization": f"Bearer {gateway.services.auth.agent_key(name, 0)}"}
+            told = f"<cwd>/w</cwd>\n<current_date>2026-11-{day}</current_date>\nsay Hi"
+            answer = await http.post("/v1/responses", json={"input": told}, headers=headers)
+            assert answer.status_code == 200, answer.text
+            [call] = await calls_of(store, name)
+            assert [edit.startswith("date: ") for edit in call.edits] == [True] * common
+            prompts.setdefault(common, []).append(call.prompt_ids_P.tolist())
+    assert prompts[False][0] != prompts[False][1]
+    assert prompts[True][0] == prompts[True][1]
+
+
 async def test_program_that_is_not_known_stays_as_it_is(agent, store):
     await ask(agent, [{"role": "system", "content": "x-anthropic-billing-header: a"}, user("say Hi")])
     [call] = await calls_of(store)
