@@ -7,6 +7,8 @@ recorded; one that goes later leaves a call that was not delivered. What is not 
 """
 
 import asyncio
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import orjson
@@ -113,15 +115,19 @@ class FastForward:
             created_s=created_s,
             ended_s=services.clock(),
         )
-        await services.store.add_continued_call(call, whole.num_shared)
+        body, num_shared, flaw = whole.body(services.model_name), whole.num_shared, whole.ids.flaw
+        remember = whole.remember(index)
+        # Hundreds of objects, which the garbage collector would visit again and again while the call is stored.
+        del whole, raw
+        await services.store.add_continued_call(call, num_shared)
         services.counters.count_call(call)
-        services.counters.add("manege_prompt_tokens_total", whole.num_shared)
-        if whole.ids.flaw is None:
-            whole.remember(index)
+        services.counters.add("manege_prompt_tokens_total", num_shared)
+        if flaw is None:
+            remember()
         else:
             services.counters.add("manege_calls_without_ids_total")
-            await self._note(answering, "call.without_ids", call=call_id, message=whole.ids.flaw)
-        return call, whole.body(services.model_name)
+            await self._note(answering, "call.without_ids", call=call_id, message=flaw)
+        return call, body
 
     async def _note(self, answering: Answering, event_type: str, **data: object) -> None:
         event = Event(
@@ -222,15 +228,16 @@ class _Whole:
             num_sampled=ids.num_sampled,
         )
 
-    def remember(self, index: PrefixIndex) -> None:
-        """So that the next call can continue this one."""
+    def remember(self, index: PrefixIndex) -> Callable[[], None]:
+        """To be called when the call is stored, so that the next one can continue it."""
         ids = self.ids
         known = Known(
             call_id=self._call_id,
             num_tokens=self.num_shared + len(ids.prompt_ids_P) + len(ids.response_ids_R),
             num_messages=len(self._request.messages) + 1,
         )
-        index.put(self._match, ids_text(ids.response_ids_R), known)
+        key = self._match.key_with(ids_text(ids.response_ids_R))
+        return functools.partial(index.put, *key, known)
 
     def body(self, model: str) -> bytes:
         """The engine's answer with the recorded message, less what the caller did not ask for."""

@@ -62,7 +62,7 @@ class Match:
         return self._hasher.digest()
 
     def key_with(self, response: bytes) -> tuple[bytes, int]:
-        """Hash and length of the text when it is followed by a response; nothing is hashed twice."""
+        """Hash and length of the text when it is followed by a response. Nothing is hashed twice; once only."""
         added = b"," + response if response else b""
         self.hash_up_to(len(self.ids))
         self._hasher.update(added)
@@ -97,12 +97,11 @@ class PrefixIndex:
         num_messages = len(call.request["messages"]) + 1 + (parent.num_messages if parent else 0)
         num_tokens = len(call.prompt_ids_P) + len(call.response_ids_R)
         known = Known(call_id=call.id, num_tokens=num_tokens, num_messages=num_messages)
-        self.put(Match(ids_text(call.prompt_ids_P)), ids_text(call.response_ids_R), known)
+        self.put(*Match(ids_text(call.prompt_ids_P)).key_with(ids_text(call.response_ids_R)), known)
         return known
 
-    def put(self, prompt: Match, response: bytes, known: Known) -> None:
-        """Remember a call by the texts of its prompt and response; the match cannot be used again."""
-        key, length = prompt.key_with(response)
+    def put(self, key: bytes, length: int, known: Known) -> None:
+        """Remember a call by the hash and length of its prompt + response (`Match.key_with`)."""
         if key not in self._known:
             insort(self._lengths, length)
         self._known[key] = known

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Engine
@@ -68,9 +68,9 @@ class Writer:
         self._url = url
         self._written, self._committed = written, committed
         self._loop = asyncio.get_running_loop()
-        self._queue: SimpleQueue[_Pending | None] = SimpleQueue()
-        self._waiting: list[_Pending] = []
-        self._flushing: asyncio.TimerHandle | None = None
+        self._pending: list[_Pending] = []
+        self._is_busy = False
+        self._groups: SimpleQueue[list[_Pending] | None] = SimpleQueue()
         self._closed = False
         self._connection: Connection | None = None
         self._thread = threading.Thread(target=self._run, name="manege-store-writer", daemon=True)
@@ -78,65 +78,53 @@ class Writer:
 
     async def submit(self, operation: Callable[[Connection], T]) -> T:
         """Run an operation and return its result once it is durable. Raises what it raised, or StoreError."""
-        return await self._submit(_Pending(operation, self._loop.create_future()))
+        return await self._submit(_Pending(operation, self._loop.create_future()), 0.0)
 
     async def submit_item(self, many: Many, item: Any, *, wait_s: float = 0.0) -> Any:
         """The same for one item of an operation on many, which may wait so long for another one to go with."""
-        pending = _Pending(None, self._loop.create_future(), many, item)
-        if wait_s and not self._closed:
-            self._waiting.append(pending)
-            self._flushing = self._flushing or self._loop.call_later(wait_s, self._flush)
-            return await pending.future
-        return await self._submit(pending)
+        return await self._submit(_Pending(None, self._loop.create_future(), many, item), wait_s)
 
-    async def _submit(self, pending: _Pending) -> Any:
+    async def _submit(self, pending: _Pending, wait_s: float) -> Any:
         if self._closed:
             raise StoreError("the store is closed; nothing can be written any more")
-        self._flush()
-        self._queue.put(pending)
+        self._pending.append(pending)
+        if wait_s:
+            self._loop.call_later(wait_s, self._wake)
+        else:
+            self._wake()
         return await pending.future
-
-    def _flush(self) -> None:
-        """Those that waited go now."""
-        if self._flushing is not None:
-            self._flushing.cancel()
-            self._flushing = None
-        for pending in self._waiting:
-            self._queue.put(pending)
-        self._waiting.clear()
 
     async def close(self) -> None:
         """Finish what was submitted and end the thread."""
         if not self._closed:
             self._closed = True
-            self._flush()
-            self._queue.put(None)
+            self._hand_over()
+            self._groups.put(None)
         await asyncio.to_thread(self._thread.join)
 
+    def _wake(self) -> None:
+        """The thread gets one group at a time, with all that was submitted while it was busy: waking it costs more than
+        a row."""
+        if self._pending and not self._is_busy:
+            self._is_busy = True
+            self._loop.call_soon(self._hand_over)
+
+    def _hand_over(self) -> None:
+        group, self._pending = self._pending[:MAX_GROUP], self._pending[MAX_GROUP:]
+        if group:
+            self._groups.put(group)
+        if self._closed and self._pending:
+            self._hand_over()
+
     def _run(self) -> None:
-        is_open = True
-        while is_open:
-            group = self._next_group()
-            is_open = None not in group
-            results, changed = self._commit([pending for pending in group if pending is not None])
+        while (group := self._groups.get()) is not None:
+            results, changed = self._commit(group)
             self._loop.call_soon_threadsafe(self._resolve, results, changed)
         self._disconnect()
-
-    def _next_group(self) -> list[_Pending | None]:
-        """What has been submitted, at least one; None is the end."""
-        group = [self._queue.get()]
-        while len(group) < MAX_GROUP and None not in group[-1:]:
-            try:
-                group.append(self._queue.get_nowait())
-            except Empty:
-                break
-        return group
 
     def _commit(self, group: list[_Pending]) -> tuple[list[tuple[_Pending, Any]], frozenset[RolloutId]]:
         """Each operation with its result, or the exception for its caller; and the rollouts that were changed."""
         results: list[tuple[_Pending, Any]] = []
-        if not group:
-            return results, frozenset()
         try:
             connection = self._connection = self._connection or self._engine.connect()
             with connection.begin():
@@ -167,6 +155,8 @@ class Writer:
                 pending.future.set_exception(result)
             else:
                 pending.future.set_result(result)
+        self._is_busy = False
+        self._wake()
 
 
 def _single(connection: Connection, run: list[_Pending]) -> list[tuple[_Pending, Any]]:
