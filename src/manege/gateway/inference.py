@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from manege.errors import ConflictError, ManegeError, NotFoundError
 from manege.gateway.answering import Answering
 from manege.gateway.auth import AgentIdentity
+from manege.gateway.fast_forward import FastForward
 from manege.gateway.flights import Flight
 from manege.gateway.hold import HOLD_S
 from manege.gateway.services import Services
@@ -39,13 +40,15 @@ class ModelCalls:
     def __init__(self, services: Services, protocol: WireProtocol) -> None:
         self._services = services
         self._protocol = protocol
+        self._fast = FastForward(services)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         try:
             identity = await self._services.auth.authorise_agent(request)
             answering = await self._answering(request, identity)
-            await self._serve(answering, receive, send)
+            serve = self._fast.serve if self._fast.takes(answering) else self._serve
+            await serve(answering, receive, send)
         except ClientDisconnect:
             _log.info(kv("the client went away before its request was read", path=request.url.path))
         except ManegeError as error:
