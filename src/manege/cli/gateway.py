@@ -6,6 +6,7 @@ trainer does; `--model` may then be a mere name.
 
 import argparse
 import asyncio
+import gc
 from pathlib import Path
 
 from rich.console import Console
@@ -49,6 +50,9 @@ async def execute(arguments: argparse.Namespace) -> int:
                 console = Console(stderr=True)
                 name = folder if isinstance(folder, str) else folder.path.name
                 console.print(f"gateway {server.url}, model {name}, store {data}", highlight=False, soft_wrap=True)
+                # What was loaded so far lives as long as the process; the collector need not look at it again.
+                gc.freeze()
+                gc.set_threshold(20_000, 20, 20)
                 await asyncio.get_running_loop().create_future()
         finally:
             if engine is not None:

@@ -64,13 +64,14 @@ def create_app(
         clock=clock,
     )
     routes = [
+        # First, since routes are tried in order and these are what is asked for.
+        *agent_routes(services),
         *rollout_routes(services),
         *event_routes(services),
         *lease_routes(services),
         *run_routes(services),
         *model_routes(services),
         *proxy_routes(services),
-        *agent_routes(services),
         *description_routes(),
     ]
     app = Starlette(routes=routes, exception_handlers=error_handlers)

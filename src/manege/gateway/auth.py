@@ -31,6 +31,8 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 MAX_ATTEMPT_DIGITS = 5
 """Nobody tries a rollout again 100,000 times."""
+MAX_SIGNATURES = 4096
+"""Kept in memory: more than attempts run at once."""
 MAX_LATE_BYTES = 65536
 """Of the body of a late call or event that is kept; a longer one is noted without its body."""
 
@@ -62,6 +64,7 @@ class Auth:
         if not operator_key:
             raise ConfigError("the operator key is empty; leave it out to have one made")
         self._operator_key = operator_key.encode()
+        self._sign = functools.lru_cache(MAX_SIGNATURES)(self._make_signature)
         self._store = store
         self._clock = clock
 
@@ -130,7 +133,7 @@ class Auth:
                 return RolloutId(rollout_id), int(number)
         raise UnauthorizedError("the key is not valid here; agents find theirs in OPENAI_API_KEY")
 
-    def _sign(self, rollout_id: RolloutId, attempt: int) -> str:
+    def _make_signature(self, rollout_id: RolloutId, attempt: int) -> str:
         text = f"agent:{attempt}:{rollout_id}".encode()
         return hmac.new(self._operator_key, text, hashlib.sha256).hexdigest()[:32]
 

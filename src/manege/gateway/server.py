@@ -43,6 +43,8 @@ class Server:
                 lifespan="off",
                 log_config=None,
                 access_log=False,
+                proxy_headers=False,
+                server_header=False,
                 timeout_keep_alive=120,
                 timeout_graceful_shutdown=GRACE_S,
             )

@@ -7,6 +7,7 @@ requests stay as they are: a call without tools may be the whole of an agent, so
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 
 from manege.harnesses.harness import Filter, Harness, ThreadRule, load, names
 from manege.programs import import_function
@@ -53,10 +54,19 @@ def read_traffic(
 
 def recognise(headers: Mapping[str, str]) -> Harness | None:
     """The harness that sends such headers (names in lower case); None: none that is known."""
-    for harness in map(load, names()):
-        if harness.headers and _all_match(harness.headers, headers):
-            return harness
-    return None
+    return _recognise(tuple((name, headers.get(name, "")) for name in _telling_headers()))
+
+
+@cache
+def _telling_headers() -> tuple[str, ...]:
+    return tuple(sorted({name for harness in map(load, names()) for name in harness.headers}))
+
+
+@lru_cache(256)
+def _recognise(values: tuple[tuple[str, str], ...]) -> Harness | None:
+    """Remembered, since every call of a harness has the same values."""
+    known = (harness for harness in map(load, names()) if harness.headers)
+    return next((harness for harness in known if _all_match(harness.headers, dict(values))), None)
 
 
 def _thread(harness: Harness, headers: Mapping[str, str], request: ModelRequest) -> str:
