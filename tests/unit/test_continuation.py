@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from manege.gateway.continuation import Conversation, Conversations
+from manege.gateway.continuation import Conversation
+from manege.gateway.memory import AttemptMemory
 from manege.model.folder import open_folder
 from manege.protocols.chat import ChatCompletions
 from manege.rendering.select import renderer_for
@@ -224,7 +225,7 @@ async def test_conversation_is_rebuilt_from_the_store(renderer, tmp_path):
             reply = calls_bash('{"c": "ls"}', text, id=f"call_{text}")
             await store.add_call(agent.serve(history, reply, [BASH]))
             history = [*history, copy.deepcopy(reply), {"role": "tool", "tool_call_id": "x", "content": text}]
-        rebuilt = await Conversations(store).of(RolloutId("r"), 0)
+        rebuilt = await AttemptMemory(store, Conversation).of(RolloutId("r"), 0)
         expected = agent.ask(history, [BASH])[1]
         found = Agent(renderer, rebuilt).ask(history, [BASH])[1]
         assert found.parent == expected.parent == agent.calls[-1].id

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from manege.gateway.prefixes import PrefixIndex, PrefixIndexes, ids_text
+from manege.gateway.memory import AttemptMemory
+from manege.gateway.prefixes import PrefixIndex, ids_text
 from manege.store.sql import SqlStore
 from manege.types import Delivered, RolloutSpec, Task
 from tests.calls import make_call
@@ -56,8 +57,9 @@ def test_messages_must_hold_the_parents_answer_where_it_was():
 
 def test_an_answer_that_was_not_delivered_is_nobodys_parent():
     index = PrefixIndex()
-    index.add(chat("c1", [1], [2]), None)
-    index.forget("c1")
+    call = chat("c1", [1], [2])
+    index.add(call, None)
+    index.forget(call)
     assert found(index, [1, 2, 3])[0] is None
 
 
@@ -69,7 +71,7 @@ async def test_after_a_restart_the_index_is_what_the_store_holds(tmp_path):
     await store.add_call(chat("c1", [1, 2, 3], [4]))
     await store.add_continued_call(chat("c2", [5], [6], parent="c1"), 4)
     await store.add_call(chat("lost", [1, 2, 3], [8], delivered=Delivered.NO))
-    indexes = PrefixIndexes(store)
+    indexes = AttemptMemory(store, PrefixIndex)
     index = await indexes.of("r", 0)
     assert [found(index, prompt)[0] for prompt in ([1, 2, 3, 4, 5, 6, 7], [1, 2, 3, 8, 1])] == ["c2", None]
     assert index.match(b"1,2,3,4,5,6,7").known.num_messages == 4

@@ -10,18 +10,19 @@ from starlette.applications import Starlette
 
 from manege.engine.base import Engine
 from manege.gateway.auth import Auth
-from manege.gateway.continuation import Conversations
+from manege.gateway.continuation import Conversation
 from manege.gateway.endpoints import agent_routes
 from manege.gateway.events import event_routes
 from manege.gateway.feed import Feed
 from manege.gateway.flights import Flights
 from manege.gateway.hold import Gate
 from manege.gateway.leases import lease_routes
+from manege.gateway.memory import AttemptMemory
 from manege.gateway.metrics import Counters
 from manege.gateway.models import model_routes
 from manege.gateway.openapi import description_routes
 from manege.gateway.pool import EnginePool
-from manege.gateway.prefixes import PrefixIndexes
+from manege.gateway.prefixes import PrefixIndex
 from manege.gateway.proxy import proxy_routes
 from manege.gateway.rollouts import rollout_routes
 from manege.gateway.runs import run_routes
@@ -54,8 +55,8 @@ def create_app(
         gate=Gate(pool),
         feed=Feed(),
         counters=Counters(),
-        conversations=Conversations(store),
-        prefixes=PrefixIndexes(store),
+        conversations=AttemptMemory(store, Conversation),
+        prefixes=AttemptMemory(store, PrefixIndex),
         flights=Flights(),
         settings=RunSettings(store),
         model_name=model_name,

@@ -6,14 +6,12 @@ it continues. What harnesses change without changing the meaning is left out of 
 arguments, reasoning that was not sent back. An answer that carries a tool-call id of ours is also recognised when the
 harness left out its text. Anything else that was edited is another conversation, with no parent.
 
-The index is a cache: it keeps, per call, what the call added (ids as bytes), and is rebuilt from the store when an
-attempt is unknown, after a restart or because it was dropped: at the end of its rollout, or as the least recently used.
+It keeps, per call, what the call added (ids as bytes); `memory.py` rebuilds it from the store where it is not known.
 
 Concurrency: one event loop; no await stands between a look-up and its use.
 """
 
 import hashlib
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,13 +21,9 @@ import orjson
 
 from manege.protocols.base import ModelRequest
 from manege.rendering.base import Renderer
-from manege.store.sql import SqlStore
-from manege.types import Call, CallId, Delivered, IntArray, JsonObject, RolloutId
+from manege.types import Call, CallId, IntArray, JsonObject
 
-__all__ = ["Conversation", "Conversations", "Prompt"]
-
-MAX_ROLLOUTS = 1024
-"""Rollouts whose conversations are kept in memory, at 4 bytes per token: more than run at once on one gateway."""
+__all__ = ["Conversation", "Prompt"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +105,11 @@ class Conversation:
         for tool_call in call.reply.get("tool_calls") or ():
             self._by_handle[_handle(tool_call["id"])] = served
 
+    def restore(self, calls: Sequence[Call]) -> None:
+        """Remember stored calls, in their order."""
+        for call in calls:
+            self.add(call)
+
     def forget(self, call: Call) -> None:
         """Take back an answer that the agent did not get: a twin that it got is what it will continue."""
         served = self._by_call.pop(call.id, None)
@@ -150,42 +149,6 @@ class Conversation:
             return None
         same_calls = _hash(b"", essence.get("tool_calls")) == served.calls_hash
         return served if same_calls and (not message["content"] or _hash(start, essence) == served.key) else None
-
-
-class Conversations:
-    """The conversation of the last attempt of each rollout that is active."""
-
-    def __init__(self, store: SqlStore) -> None:
-        self._store = store
-        self._attempts: OrderedDict[RolloutId, tuple[int, Conversation]] = OrderedDict()
-
-    async def of(self, rollout_id: RolloutId, attempt: int) -> Conversation:
-        """The conversation of an attempt, read from the store if it is not in memory."""
-        if self._get(rollout_id, attempt) is None:
-            rebuilt = Conversation()
-            for call in (await self._store.calls([rollout_id])).get(rollout_id, ()):
-                if call.attempt == attempt and "messages" in call.request and call.delivered is not Delivered.NO:
-                    rebuilt.add(call)
-            # Whoever was first while we read has newer calls already.
-            if self._get(rollout_id, attempt) is None:
-                self._attempts[rollout_id] = attempt, rebuilt
-            if len(self._attempts) > MAX_ROLLOUTS:
-                self._attempts.popitem(last=False)
-        self._attempts.move_to_end(rollout_id)
-        return self._attempts[rollout_id][1]
-
-    def forget_call(self, call: Call) -> None:
-        """Take back an answer that the agent did not get."""
-        if conversation := self._get(call.rollout_id, call.attempt):
-            conversation.forget(call)
-
-    def forget(self, rollout_id: RolloutId) -> None:
-        """A rollout has ended."""
-        self._attempts.pop(rollout_id, None)
-
-    def _get(self, rollout_id: RolloutId, attempt: int) -> Conversation | None:
-        known, conversation = self._attempts.get(rollout_id, (None, None))
-        return conversation if known == attempt else None
 
 
 def _hash(before: bytes, value: object) -> bytes:

@@ -13,17 +13,14 @@ Concurrency: one event loop; no await stands between a look-up and its use.
 
 import hashlib
 from bisect import insort
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import orjson
 
-from manege.gateway.continuation import MAX_ROLLOUTS
-from manege.store.sql import SqlStore
-from manege.types import Call, CallId, Delivered, IntArray, JsonObject, RolloutId
+from manege.types import Call, CallId, IntArray, JsonObject
 
-__all__ = ["Known", "PrefixIndex", "PrefixIndexes", "ids_text"]
+__all__ = ["Known", "PrefixIndex", "ids_text"]
 
 _COMMA = ord(",")
 
@@ -106,51 +103,16 @@ class PrefixIndex:
             insort(self._lengths, length)
         self._known[key] = known
 
-    def forget(self, call_id: CallId) -> None:
-        """Take back an answer that the agent did not get: nothing continues it."""
-        self._known = {key: known for key, known in self._known.items() if known.call_id != call_id}
-
-
-class PrefixIndexes:
-    """The index of the last attempt of each rollout that is active; a cache, rebuilt from the store."""
-
-    def __init__(self, store: SqlStore) -> None:
-        self._store = store
-        self._attempts: OrderedDict[RolloutId, tuple[int, PrefixIndex]] = OrderedDict()
-
-    async def of(self, rollout_id: RolloutId, attempt: int) -> PrefixIndex:
-        """The index of an attempt."""
-        if self._get(rollout_id, attempt) is None:
-            rebuilt = await self._rebuilt(rollout_id, attempt)
-            # Whoever was first while we read has newer calls already.
-            if self._get(rollout_id, attempt) is None:
-                self._attempts[rollout_id] = attempt, rebuilt
-            if len(self._attempts) > MAX_ROLLOUTS:
-                self._attempts.popitem(last=False)
-        self._attempts.move_to_end(rollout_id)
-        return self._attempts[rollout_id][1]
-
-    def forget_call(self, call: Call) -> None:
-        """Take back an answer that the agent did not get."""
-        if index := self._get(call.rollout_id, call.attempt):
-            index.forget(call.id)
-
-    def forget(self, rollout_id: RolloutId) -> None:
-        """A rollout has ended."""
-        self._attempts.pop(rollout_id, None)
-
-    def _get(self, rollout_id: RolloutId, attempt: int) -> PrefixIndex | None:
-        known, index = self._attempts.get(rollout_id, (None, None))
-        return index if known == attempt else None
-
-    async def _rebuilt(self, rollout_id: RolloutId, attempt: int) -> PrefixIndex:
-        index = PrefixIndex()
+    def restore(self, calls: Sequence[Call]) -> None:
+        """Remember stored calls, in their order."""
         known: dict[CallId, Known] = {}
-        for call in (await self._store.calls([rollout_id])).get(rollout_id, ()):
-            has_ids = len(call.prompt_ids_P) > 0 and "messages" in call.request
-            if call.attempt == attempt and has_ids and call.delivered is not Delivered.NO:
-                known[call.id] = index.add(call, known.get(call.parent) if call.parent else None)
-        return index
+        for call in calls:
+            if len(call.prompt_ids_P):
+                known[call.id] = self.add(call, known.get(call.parent) if call.parent else None)
+
+    def forget(self, call: Call) -> None:
+        """Take back an answer that the agent did not get: nothing continues it."""
+        self._known = {key: known for key, known in self._known.items() if known.call_id != call.id}
 
 
 def ids_text(ids_T: IntArray) -> bytes:

@@ -12,13 +12,14 @@ from pydantic import ValidationError
 from manege.config import SamplingConfig
 from manege.errors import HarnessError, NotFoundError, UnavailableError
 from manege.gateway.auth import Auth
-from manege.gateway.continuation import Conversations
+from manege.gateway.continuation import Conversation
 from manege.gateway.feed import Feed
 from manege.gateway.flights import Flights
 from manege.gateway.hold import Gate
+from manege.gateway.memory import AttemptMemory
 from manege.gateway.metrics import Counters
 from manege.gateway.pool import EnginePool
-from manege.gateway.prefixes import PrefixIndexes
+from manege.gateway.prefixes import PrefixIndex
 from manege.harnesses.harness import Harness, load
 from manege.rendering.base import Renderer
 from manege.store.sql import SqlStore
@@ -84,8 +85,8 @@ class Services:
     feed: Feed
     """Wakes long polls after writes."""
     counters: Counters
-    conversations: Conversations
-    prefixes: PrefixIndexes
+    conversations: AttemptMemory[Conversation]
+    prefixes: AttemptMemory[PrefixIndex]
     """What `conversations` is for engines that take messages."""
     flights: Flights
     """Answers under way."""
