@@ -423,3 +423,51 @@ async def test_a_client_that_goes_away_ends_the_call_at_the_engine(agent, gatewa
             async with asyncio.timeout(2.5):
                 while served.num_running:
                     await asyncio.sleep(0.01)
+
+
+HI = {"role": "user", "content": "Hi"}
+
+
+@pytest.fixture
+async def plain(agent, gateway):
+    """A client without manners of its own."""
+    headers = {"authorization": f"Bearer {agent.api_key}"}
+    async with httpx.AsyncClient(base_url=gateway.url, headers=headers, trust_env=False) as opened:
+        yield opened
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/v1beta/models/m:ACTION"])
+async def test_every_protocol_works_over_an_engine_that_has_chat_completions_only(plain, client, gateway, path, stream):
+    body = {"input": "Hi", "messages": [HI], "max_tokens": 20, "stream": stream}
+    if "ACTION" in path:
+        path = path.replace("ACTION", "streamGenerateContent" if stream else "generateContent")
+        body = {"contents": [{"role": "user", "parts": [{"text": "Hi"}]}]}
+    async with registered(gateway) as engine:
+        answer = await plain.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        [call] = await recorded(client, 1)
+    assert len(call.response_ids_R) == len(call.logprobs_R) == 8
+    assert call.reply["content"] == engine.said(call.response_ids_R.tolist())["content"]
+    if not stream:
+        assert call.reply["content"] in answer.text
+    assert engine.bodies[0]["messages"] == [HI]
+
+
+async def test_images_pass_to_engines_that_take_messages(plain, gateway):
+    source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+    content = [{"type": "image", "source": source}, {"type": "text", "text": "What is it?"}]
+    async with registered(gateway) as engine:
+        await plain.post("/v1/messages", json={"messages": [{"role": "user", "content": content}], "max_tokens": 9})
+    image, text = engine.bodies[0]["messages"][0]["content"]
+    assert image == {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    assert text == {"type": "text", "text": "What is it?"}
+
+
+async def test_a_request_sent_again_takes_over_the_answer_under_way(plain, client, gateway):
+    async with registered(gateway, token_delay_s=0.1) as engine:
+        with pytest.raises(httpx.TimeoutException):
+            await plain.post("/v1/chat/completions", json={"messages": [HI]}, timeout=0.3)
+        answer = await plain.post("/v1/chat/completions", json={"messages": [HI]})
+        assert answer.status_code == 200
+        assert len(await recorded(client, 1)) == len(engine.bodies) == 1

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import orjson
 
 from manege.errors import ManegeError
+from manege.gateway.admission import Admitted
 from manege.gateway.auth import AgentIdentity
 from manege.gateway.capture import choice_of, new_call, new_call_id
 from manege.gateway.flights import Flight
@@ -50,12 +51,12 @@ class Answering:
             "messages": self.request.messages,
             "tools": self.request.tools,
             "stream": None,
-            "attempt": (self.identity.rollout_id, self.identity.attempt, self.protocol),
+            "attempt": (self.identity.rollout_id, self.identity.attempt, self.protocol, type(self).__name__),
         }
         return hashlib.blake2b(orjson.dumps(asked, option=orjson.OPT_SORT_KEYS), digest_size=16).digest()
 
-    async def __call__(self, flight: Flight) -> ModelReply:
-        """Raises what the caller is answered as an error."""
+    async def __call__(self, flight: Flight) -> ModelReply | bytes:
+        """The reply, or its body. Raises what the caller is answered as an error."""
         try:
             return await self._answer(flight)
         except ManegeError as error:
@@ -64,7 +65,7 @@ class Answering:
                 await self._note("call.error", status=error.status, message=str(error))
             raise
 
-    async def _answer(self, flight: Flight) -> ModelReply:
+    async def _answer(self, flight: Flight) -> ModelReply | bytes:
         services, request = self.services, self.request
         created_s = services.clock()
         kind = MessageSource if services.engine.mode == "messages" else TokenSource
@@ -108,20 +109,7 @@ class Answering:
             flight.emit(index, delta)
 
         async def keep(answer: Answer, delivered: Delivered) -> Call:
-            call = new_call(
-                call_id,
-                self.request,
-                answer,
-                identity=self.identity,
-                protocol=self.protocol,
-                admitted=source.admitted,
-                thread=self.thread,
-                edits=self.edits,
-                headers=self.headers,
-                delivered=delivered,
-                created_s=created_s,
-                ended_s=self.services.clock(),
-            )
+            call = self._call(call_id, answer, source.admitted, delivered, created_s)
             await self.services.store.add_call(call)
             return call
 
@@ -136,11 +124,33 @@ class Answering:
             raise
         flight.calls.append(call)
         source.add(call)
-        self.services.counters.count_call(call)
-        if answer.flaw is not None:
-            self.services.counters.add("manege_calls_without_ids_total")
-            await self._note("call.without_ids", call=call_id, message=answer.flaw)
+        await self._count(call, answer.flaw)
         return answer
+
+    def _call(
+        self, call_id: CallId, answer: Answer, admitted: Admitted, delivered: Delivered, created_s: float
+    ) -> Call:
+        return new_call(
+            call_id,
+            self.request,
+            answer,
+            identity=self.identity,
+            protocol=self.protocol,
+            admitted=admitted,
+            thread=self.thread,
+            edits=self.edits,
+            headers=self.headers,
+            delivered=delivered,
+            created_s=created_s,
+            ended_s=self.services.clock(),
+        )
+
+    async def _count(self, call: Call, flaw: str | None) -> None:
+        """A stored call, and why its ids cannot be used."""
+        self.services.counters.count_call(call)
+        if flaw is not None:
+            self.services.counters.add("manege_calls_without_ids_total")
+            await self._note("call.without_ids", call=call.id, message=flaw)
 
     @property
     def _session(self) -> str:

@@ -2,166 +2,74 @@
 
 It leaves the same record as `answering.py` at a fraction of the CPU time: the engine's prompt ids are compared as text
 with those of earlier calls, only the new ones are parsed and kept, and the answer is the engine's own, less what the
-caller did not ask for. A client that goes away while the engine works closes the connection to it, and nothing is
-recorded; one that goes later leaves a call that was not delivered. What is not plain is left to the long way.
+caller did not ask for. What is not plain is left to the long way.
 """
 
-import asyncio
 import functools
 from collections.abc import Callable
 from typing import Any
 
 import orjson
-from starlette.types import Receive, Send
 
 from manege.engine.base import Generation, Sampling
 from manege.engine.messages import ChatAnswer, ChatIds, MessagesEngine, parse_answer
-from manege.errors import EngineError, ManegeError, NotFoundError
+from manege.errors import EngineError
 from manege.gateway.answering import Answering
-from manege.gateway.capture import new_call, new_call_id
+from manege.gateway.capture import new_call_id
 from manege.gateway.continuation import Prompt
+from manege.gateway.flights import Flight
 from manege.gateway.forward import upstream_body, within_context, without_tokens
 from manege.gateway.message_source import MessageSource
 from manege.gateway.prefixes import Known, Match, PrefixIndex, ids_text
 from manege.gateway.services import Services
 from manege.gateway.sources import Answer
-from manege.logs import get_logger, kv
 from manege.protocols.base import ModelRequest
 from manege.protocols.chat_upstream import UpstreamReply
-from manege.types import Call, CallId, Delivered, Event, VersionSpan
+from manege.types import CallId, Delivered, VersionSpan
 
-__all__ = ["FastForward"]
+__all__ = ["PlainAnswering", "is_plain"]
 
 _PROMPT_IDS = b'"prompt_token_ids":['
 
-_log = get_logger("gateway")
+
+def is_plain(services: Services, protocol: str, request: ModelRequest) -> bool:
+    """Whether a call can go the short way."""
+    return (
+        services.engine.mode == "messages"
+        and protocol == "chat"
+        and not (request.stream or request.wants_token_ids or request.has_images or request.notes)
+        and request.num_choices == 1
+        and request.tool_choice in ("auto", "none")
+        and request.max_tool_calls is None
+        and request.json_schema is None
+        and all(tool.get("type") == "function" for tool in request.raw.get("tools") or ())
+    )
 
 
-class FastForward:
-    """Serves the requests that it `takes`."""
+class PlainAnswering(Answering):
+    """Gives the body of the answer."""
 
-    def __init__(self, services: Services) -> None:
-        self._services = services
-
-    def takes(self, answering: Answering) -> bool:
-        """Whether a call is plain enough."""
-        request = answering.request
-        return (
-            self._services.engine.mode == "messages"
-            and answering.protocol == "chat"
-            and not (request.stream or request.wants_token_ids or request.has_images or request.notes)
-            and request.num_choices == 1
-            and request.tool_choice in ("auto", "none")
-            and request.max_tool_calls is None
-            and request.json_schema is None
-            and all(tool.get("type") == "function" for tool in request.raw.get("tools") or ())
-        )
-
-    async def serve(self, answering: Answering, receive: Receive, send: Send) -> None:
-        """Raises ManegeError as long as nothing was sent."""
-        watch = _Watch(receive)
-        try:
-            call, body = await self._answer(answering, watch)
-        except asyncio.CancelledError:
-            if not watch.gone:
-                raise
-            _log.info(kv("the client went away before it was answered", rollout=answering.identity.rollout_id))
-            return
-        except ManegeError as error:
-            if error.status >= 500:
-                await self._note(answering, "call.error", status=error.status, message=str(error))
-            raise
-        finally:
-            watch.end()
-        delivered = not watch.gone
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", b"%d" % len(body)),
-            (b"x-request-id", call.id.encode()),
-        ]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
-        if not delivered:
-            self._services.prefixes.forget_call(call)
-        try:
-            await self._services.store.set_delivered(call.id, Delivered.YES if delivered else Delivered.NO)
-        except NotFoundError as error:
-            # The rollout was deleted between the answer and this note.
-            _log.info(kv("delivery not noted", call_id=call.id, reason=error))
-
-    async def _answer(self, answering: Answering, watch: "_Watch") -> tuple[Call, bytes]:
-        """A stored call, and the answer's body."""
-        services, request, identity = self._services, answering.request, answering.identity
+    async def _answer(self, flight: Flight) -> bytes:
+        services, request, identity = self.services, self.request, self.identity
         created_s, call_id = services.clock(), new_call_id()
-        session = f"{identity.rollout_id}/{identity.attempt}/{answering.thread}"
-        admitted = (await MessageSource.admit(services, identity, request, session)).admitted
+        admitted = (await MessageSource.admit(services, identity, request, self._session)).admitted
         index = await services.prefixes.of(identity.rollout_id, identity.attempt)
-        async with services.gate.enter(answering.hold_s):
+        async with services.gate.enter(self.hold_s):
             asked = _Asked(request, admitted.sampling)
-            raw, engine = await services.engine.forward(asked, session)
-        watch.only_note()
+            raw, engine = await services.engine.forward(asked, self._session)
         whole = _Whole(raw, request, call_id, engine, index)
-        call = new_call(
-            call_id,
-            request,
-            whole.answer(),
-            identity=identity,
-            protocol=answering.protocol,
-            admitted=admitted,
-            thread=answering.thread,
-            edits=answering.edits,
-            headers=answering.headers,
-            delivered=Delivered.UNKNOWN,
-            created_s=created_s,
-            ended_s=services.clock(),
-        )
+        call = self._call(call_id, whole.answer(), admitted, Delivered.UNKNOWN, created_s)
         body, num_shared, flaw = whole.body(services.model_name), whole.num_shared, whole.ids.flaw
         remember = whole.remember(index)
         # Hundreds of objects, which the garbage collector would visit again and again while the call is stored.
         del whole, raw
         await services.store.add_continued_call(call, num_shared)
-        services.counters.count_call(call)
+        flight.calls.append(call)
         services.counters.add("manege_prompt_tokens_total", num_shared)
         if flaw is None:
             remember()
-        else:
-            services.counters.add("manege_calls_without_ids_total")
-            await self._note(answering, "call.without_ids", call=call_id, message=flaw)
-        return call, body
-
-    async def _note(self, answering: Answering, event_type: str, **data: object) -> None:
-        event = Event(
-            rollout_id=answering.identity.rollout_id,
-            attempt=answering.identity.attempt,
-            event_type=event_type,
-            data={"protocol": answering.protocol, "thread": answering.thread, **data},
-            timestamp_s=self._services.clock(),
-        )
-        await self._services.store.add_event(event)
-
-
-class _Watch:
-    """Cancels the task that waits for an engine when its client goes away: one task less than `http.Connection`."""
-
-    def __init__(self, receive: Receive) -> None:
-        self.gone = False
-        self._working = asyncio.current_task()
-        self._watching = asyncio.create_task(self._until_gone(receive), name="connection-watch")
-
-    def only_note(self) -> None:
-        """Do not cancel any more: what was sampled is recorded."""
-        self._working = None
-
-    def end(self) -> None:
-        """The answer is there."""
-        self._watching.cancel()
-
-    async def _until_gone(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self.gone = True
-        if self._working is not None:
-            self._working.cancel()
+        await self._count(call, flaw)
+        return body
 
 
 class _Asked:

@@ -35,7 +35,7 @@ class Flight:
         """Stored calls: one per choice when it has ended."""
         self.deltas: list[tuple[int, ReplyDelta]] = []
         self.has_reader = True
-        self.task: asyncio.Task[ModelReply]
+        self.task: asyncio.Task[ModelReply | bytes]
         self._news = asyncio.Event()
 
     def begin(self, head: ReplyHead) -> None:
@@ -88,7 +88,7 @@ class Flights:
         self._flights: dict[bytes, list[Flight]] = {}
         self._leaving: set[asyncio.Task[None]] = set()
 
-    def join(self, key: bytes, work: Callable[[Flight], Awaitable[ModelReply]]) -> Flight:
+    def join(self, key: bytes, work: Callable[[Flight], Awaitable[ModelReply | bytes]]) -> Flight:
         """The answer to the same request that lost its client, or a new one."""
         for flight in self._flights.get(key, ()):
             if not flight.has_reader:
@@ -96,7 +96,7 @@ class Flights:
                 return flight
         flight = Flight(key)
 
-        async def run() -> ModelReply:
+        async def run() -> ModelReply | bytes:
             try:
                 return await work(flight)
             except asyncio.CancelledError:
@@ -141,7 +141,7 @@ class Flights:
             await asyncio.wait(pending)
 
 
-def _ended(flight: Flight, task: asyncio.Task[ModelReply]) -> None:
+def _ended(flight: Flight, task: asyncio.Task[ModelReply | bytes]) -> None:
     flight.tell()
     if not task.cancelled():
         # Read, so that asyncio does not complain where the client has gone and nobody else asks.

@@ -86,8 +86,12 @@ class MessagesSource:
             return forwarded
         answered = await engine.ask(body)
         ids.add(answered)
-        reply.read(without_tokens(answered))
-        return self._forwarded(is_complete=True)
+        delta = reply.read(without_tokens(answered))
+        forwarded = self._forwarded(is_complete=True)
+        # A caller that comes back for the same answer may want it streamed.
+        self._emit(delta)
+        self._emit(reply.finish())
+        return forwarded
 
     def _emit(self, delta: ReplyDelta) -> None:
         asked = replace(

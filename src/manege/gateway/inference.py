@@ -6,8 +6,10 @@ answered in the caller's protocol; once a stream has begun, inside the stream.
 """
 
 import asyncio
+from collections.abc import Mapping
 from contextlib import aclosing
 
+import orjson
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -15,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 from manege.errors import ConflictError, ManegeError, NotFoundError
 from manege.gateway.answering import Answering
 from manege.gateway.auth import AgentIdentity
-from manege.gateway.fast_forward import FastForward
+from manege.gateway.fast_forward import PlainAnswering, is_plain
 from manege.gateway.flights import Flight
 from manege.gateway.hold import HOLD_S
 from manege.gateway.services import Services
@@ -30,6 +32,8 @@ __all__ = ["ModelCalls", "TokenCounts", "error_response"]
 
 SILENCE_S = 10.0
 """A stream is opened when nothing was sampled for so long, and never stays silent for longer."""
+# The second tells proxies of nginx's kind not to collect the answer.
+_STREAMED = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 _log = get_logger("gateway")
 
@@ -40,15 +44,13 @@ class ModelCalls:
     def __init__(self, services: Services, protocol: WireProtocol) -> None:
         self._services = services
         self._protocol = protocol
-        self._fast = FastForward(services)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive)
         try:
             identity = await self._services.auth.authorise_agent(request)
             answering = await self._answering(request, identity)
-            serve = self._fast.serve if self._fast.takes(answering) else self._serve
-            await serve(answering, receive, send)
+            await self._serve(answering, receive, send)
         except ClientDisconnect:
             _log.info(kv("the client went away before its request was read", path=request.url.path))
         except ManegeError as error:
@@ -59,7 +61,8 @@ class ModelCalls:
         services = self._services
         model_request = self._protocol.parse(await read_object(request, services.max_body_bytes))
         traffic = await read_agent_traffic(services, request, identity, model_request)
-        return Answering(
+        kind = PlainAnswering if is_plain(services, self._protocol.name, traffic.request) else Answering
+        return kind(
             services=services,
             identity=identity,
             protocol=self._protocol.name,
@@ -92,10 +95,11 @@ class ModelCalls:
         if not answering.request.stream:
             # Shielded: a client that goes away does not end the answer, `Flights.abandon` does.
             reply = await connection.run(_result(flight))
-            response = answer(self._protocol.reply(answering.request, reply), headers={"x-request-id": reply.head.id})
+            body = reply if isinstance(reply, bytes) else orjson.dumps(self._protocol.reply(answering.request, reply))
             delivered = not connection.gone
-            await _send_start(send, response.raw_headers)
-            await _send_part(send, bytes(response.body), more=False)
+            told = {"content-type": "application/json", "content-length": str(len(body))}
+            await _send_start(send, {**told, "x-request-id": flight.calls[0].id})
+            await _send_part(send, body, more=False)
             return delivered
         await connection.run(flight.admitted())
         if not self._services.gate.paused:
@@ -109,13 +113,15 @@ class ModelCalls:
         """Deltas as they come, heartbeats in between, then the end or the error."""
         assert flight.head is not None
         stream = self._protocol.stream(answering.request, flight.head)
-        await _send_start(send, _stream_headers(stream.media_type, flight.head.id))
+        await _send_start(send, {**_STREAMED, "content-type": stream.media_type, "x-request-id": flight.head.id})
         await _send_part(send, stream.start())
         async with aclosing(flight.follow(SILENCE_S)) as items:
             async for item in items:
                 await _send_part(send, stream.heartbeat() if item is None else stream.delta(*item))
         try:
-            end = stream.finish(flight.task.result())
+            reply = flight.task.result()
+            assert not isinstance(reply, bytes)  # A plain call is never streamed.
+            end = stream.finish(reply)
         except ManegeError as error:
             self._services.counters.add("manege_call_errors_total")
             end = stream.error(error)
@@ -177,7 +183,7 @@ def error_response(protocol: WireProtocol, error: ManegeError) -> Response:
     return answer(protocol.error(error), error.status, headers)
 
 
-async def _result(flight: Flight) -> ModelReply:
+async def _result(flight: Flight) -> ModelReply | bytes:
     return await asyncio.shield(flight.task)
 
 
@@ -191,14 +197,9 @@ def _hold_s(request: Request) -> float:
     return HOLD_S
 
 
-def _stream_headers(media_type: str, call_id: str) -> list[tuple[bytes, bytes]]:
-    # The third tells proxies of nginx's kind not to collect the answer.
-    names = {"content-type": media_type, "cache-control": "no-cache", "x-accel-buffering": "no"}
-    return [(name.encode(), value.encode()) for name, value in {**names, "x-request-id": call_id}.items()]
-
-
-async def _send_start(send: Send, headers: list[tuple[bytes, bytes]]) -> None:
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
+async def _send_start(send: Send, headers: Mapping[str, str]) -> None:
+    raw = [(name.encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": 200, "headers": raw})
 
 
 async def _send_part(send: Send, body: bytes, *, more: bool = True) -> None:
