@@ -100,11 +100,17 @@ class Auth:
 
     async def authorise_agent(self, request: Request, *, late: str = "late.call") -> AgentIdentity:
         """The attempt that a request belongs to, by its key and, where the path names one (`rollout_id`, `attempt`,
-        `mode`), by its path. Raises ForbiddenError (403) for a missing, wrong or disagreeing key, NotFoundError for an
-        unknown rollout, ConflictError (409) once the attempt is over; then the request is kept as an event `late`."""
+        `mode`), by its path. Raises UnauthorizedError (401) for a missing, wrong or outlived key, ForbiddenError (403)
+        for one that disagrees with the path, NotFoundError for an unknown rollout, ConflictError (409) once the attempt
+        is over; then the request is kept as an event `late`."""
         owner = self._owner(request)
         rollout_id, attempt = _named_by_path(request, owner)
-        rollout = await self._store.get_rollout(rollout_id)
+        try:
+            rollout = await self._store.get_rollout(rollout_id)
+        except NotFoundError:
+            if owner is None:
+                raise
+            raise UnauthorizedError(f"the key's rollout {rollout_id} does not exist any more") from None
         identity = AgentIdentity(rollout=rollout, attempt=attempt, is_operator=owner is None)
         mode = request.path_params.get("mode")
         if mode is not None and mode != identity.mode:

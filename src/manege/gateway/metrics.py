@@ -18,6 +18,8 @@ METRICS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "manege_rollouts": ("gauge", "Rollouts in the store, by state."),
         "manege_calls_in_flight": ("gauge", "Model calls being answered."),
         "manege_calls_held": ("gauge", "Model calls that wait for the end of a pause."),
+        "manege_calls_retried": ("gauge", "Model calls that were tried on a second engine, since the start."),
+        "manege_engines_unhealthy": ("gauge", "Engines that failed and have not passed a check since."),
         "manege_policy_version": ("gauge", "The last published policy version."),
     }
 )

@@ -94,6 +94,8 @@ class _Proxy:
             "manege_rollouts": await store.count_rollouts(),
             "manege_calls_in_flight": gate.num_in_flight,
             "manege_calls_held": gate.num_held,
+            "manege_calls_retried": self._services.engine.num_retried,
+            "manege_engines_unhealthy": self._services.engine.num_unhealthy,
             "manege_policy_version": await store.policy_version(),
         }
         text = render({**self._services.counters.values, **gauges})

@@ -82,6 +82,11 @@ async def test_unknown_key_is_401_in_the_protocols_shape(http, path):
         assert_error_shape(path, 401, answer.json())
 
 
+async def test_key_that_outlived_its_rollout_is_401(http, store):
+    await store.delete_rollout("r1")
+    assert (await http.post("/v1/messages", json=BODY)).status_code == 401
+
+
 async def test_body_that_is_nested_too_deeply_is_400(http):
     deep = b'{"messages":[{"role":"user","content":"Hi"}],"metadata":' + b"[" * 500 + b"]" * 500 + b"}"
     answer = await http.post("/v1/chat/completions", content=deep)
