@@ -38,6 +38,11 @@ class Flight:
         self.task: asyncio.Task[ModelReply | bytes]
         self._news = asyncio.Event()
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether it ended in an error."""
+        return self.task.done() and (self.task.cancelled() or self.task.exception() is not None)
+
     def begin(self, head: ReplyHead) -> None:
         """The request is admitted."""
         self.head = head
@@ -91,7 +96,7 @@ class Flights:
     def join(self, key: bytes, work: Callable[[Flight], Awaitable[ModelReply | bytes]]) -> Flight:
         """The answer to the same request that lost its client, or a new one."""
         for flight in self._flights.get(key, ()):
-            if not flight.has_reader:
+            if not flight.has_reader and not flight.has_failed:
                 flight.has_reader = True
                 return flight
         flight = Flight(key)

@@ -17,9 +17,9 @@ from starlette.types import Receive, Scope, Send
 from manege.errors import ConflictError, ManegeError, NotFoundError
 from manege.gateway.answering import Answering
 from manege.gateway.auth import AgentIdentity
-from manege.gateway.fast_forward import PlainAnswering, is_plain
 from manege.gateway.flights import Flight
 from manege.gateway.hold import HOLD_S
+from manege.gateway.plain_answering import PlainAnswering, is_plain
 from manege.gateway.services import Services
 from manege.gateway.token_source import prompt_of
 from manege.harnesses.traffic import Traffic, read_traffic, recognise
@@ -81,8 +81,11 @@ class ModelCalls:
                 delivered = await self._answer(answering, flight, connection, send)
             except ClientGone:
                 delivered = False
-            except BaseException:
+            except ManegeError:
                 flights.leave(flight)
+                raise
+            except BaseException:
+                flights.abandon(flight, self._lost)
                 raise
         if delivered:
             flights.leave(flight)
