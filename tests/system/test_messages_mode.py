@@ -454,6 +454,17 @@ async def test_every_protocol_works_over_an_engine_that_has_chat_completions_onl
     assert engine.bodies[0]["messages"] == [HI]
 
 
+async def test_what_the_engine_was_forced_to_say_is_marked(plain, client, gateway):
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+    async with registered(gateway) as engine:
+        asked = {"messages": [HI], "tools": [tool], "tool_choice": "required"}
+        await plain.post("/v1/chat/completions", json=asked)
+        await plain.post("/v1/chat/completions", json={**asked, "tool_choice": "auto"})
+        forced, free = await recorded(client, 2)
+    assert (forced.constrained, free.constrained) == (True, False)
+    assert engine.bodies[0]["tool_choice"] == "required"
+
+
 async def test_images_pass_to_engines_that_take_messages(plain, gateway):
     source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
     content = [{"type": "image", "source": source}, {"type": "text", "text": "What is it?"}]

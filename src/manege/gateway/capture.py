@@ -149,7 +149,7 @@ def new_call(
         thread=thread,
         headers={name: value for name, value in headers() if name not in _UNRECORDED},
         edits=[*edits, *request.notes],
-        constrained=admitted.sampling.constraint is not None,
+        constrained=request.is_constrained,
         created_s=created_s,
         ended_s=ended_s,
     )

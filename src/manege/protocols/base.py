@@ -87,6 +87,11 @@ class ModelRequest:
     """The whole body."""
 
     @property
+    def is_constrained(self) -> bool:
+        """Whether an engine may not say what it would."""
+        return self.json_schema is not None or self.tool_choice == "required"
+
+    @property
     def has_images(self) -> bool:
         """Whether a message holds more than text."""
         return any(isinstance(message["content"], list) for message in self.messages)
