@@ -412,7 +412,7 @@ async def test_a_failing_engine_is_a_502_and_an_event(agent, gateway):
         await gateway.services.engine.clear()
 
 
-async def test_a_client_that_goes_away_ends_the_call_at_the_engine(agent, gateway):
+async def test_a_client_that_goes_away_ends_the_call_at_the_engine(agent, client, gateway):
     async with registered(gateway, num_tokens=200, token_delay_s=0.05) as served:
         for stream in (False, True):
             asking = asyncio.create_task(ask(agent, [{"role": "user", "content": "hi"}], stream=stream))
@@ -423,6 +423,10 @@ async def test_a_client_that_goes_away_ends_the_call_at_the_engine(agent, gatewa
             async with asyncio.timeout(2.5):
                 while served.num_running:
                     await asyncio.sleep(0.01)
+        async with asyncio.timeout(2):
+            while len(await client.events("r", "call.lost")) < 2:
+                await asyncio.sleep(0.01)
+    assert all(call.delivered is Delivered.NO for call in (await client.calls(["r"]))["r"])
 
 
 HI = {"role": "user", "content": "Hi"}

@@ -65,6 +65,13 @@ class Answering:
                 await self._note("call.error", status=error.status, message=str(error))
             raise
 
+    async def note_lost(self) -> None:
+        """Its client went away before there was an answer; what was sampled so far is a call that was not delivered."""
+        try:
+            await self._note("call.lost")
+        except ManegeError as error:
+            _log.info(kv("a lost call was not noted", rollout=self.identity.rollout_id, reason=error))
+
     async def _answer(self, flight: Flight) -> ModelReply | bytes:
         services, request = self.services, self.request
         created_s = services.clock()

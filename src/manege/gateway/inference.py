@@ -6,6 +6,7 @@ answered in the caller's protocol; once a stream has begun, inside the stream.
 """
 
 import asyncio
+import functools
 from collections.abc import Mapping
 from contextlib import aclosing
 
@@ -85,13 +86,13 @@ class ModelCalls:
                 flights.leave(flight)
                 raise
             except BaseException:
-                flights.abandon(flight, self._lost)
+                flights.abandon(flight, functools.partial(self._lost, answering))
                 raise
         if delivered:
             flights.leave(flight)
             await self._note(flight, Delivered.YES)
         else:
-            flights.abandon(flight, self._lost)
+            flights.abandon(flight, functools.partial(self._lost, answering))
 
     async def _answer(self, answering: Answering, flight: Flight, connection: Connection, send: Send) -> bool:
         """Whether the client got all of it. Raises ClientGone, and ManegeError while nothing was sent."""
@@ -132,8 +133,11 @@ class ModelCalls:
         await _send_part(send, end, more=False)
         return delivered
 
-    async def _lost(self, flight: Flight) -> None:
+    async def _lost(self, answering: Answering, flight: Flight) -> None:
+        """The client went away and nobody took over."""
         await self._note(flight, Delivered.NO)
+        if not flight.calls:
+            await answering.note_lost()
 
     async def _note(self, flight: Flight, delivered: Delivered) -> None:
         """After the answer, so that the agent does not wait for it."""
