@@ -5,7 +5,6 @@ import dataclasses
 import json
 import os
 import pickle
-import pwd
 import signal
 import socket
 import subprocess
@@ -157,15 +156,14 @@ async def test_a_package_in_a_folder_that_is_being_developed_runs_by_its_name(bo
     assert (ended.code, box.stdout) == (0, "hello\n"), box.stderr
 
 
-def test_a_script_in_a_home_folder_opens_nothing_beside_it(tmp_path, monkeypatch):
+def test_a_script_in_a_home_folder_opens_nothing_beside_it(tmp_path):
     home = tmp_path / "home"
     (home / "project").mkdir(parents=True)
     for name in ("agent.py", "other.py", "project/agent.py", "project/other.py", "project/data.txt"):
         (home / name).touch()
-    monkeypatch.setattr(pwd, "getpwuid", lambda _: pwd.struct_passwd(("u", "x", 1, 1, "", str(home), "/bin/sh")))
-    readable, listable = command_paths(["no-such", str(home / "agent.py")], "/usr/bin")
+    readable, listable = command_paths(["no-such", str(home / "agent.py")], "/usr/bin", home=str(home))
     assert (readable, listable) == ([str(home / "agent.py")], [])
-    readable, listable = command_paths(["no-such", str(home / "project" / "agent.py")], "/usr/bin")
+    readable, listable = command_paths(["no-such", str(home / "project" / "agent.py")], "/usr/bin", home=str(home))
     assert set(readable) == {str(home / "project" / "agent.py"), str(home / "project" / "other.py")}
     assert listable == [str(home / "project")]
 

@@ -12,6 +12,7 @@ import itertools
 import json
 import numbers
 import os
+import pwd
 import random
 import resource
 import signal
@@ -42,7 +43,9 @@ def run_child(
         _prepare(spec, outputs, keep)
         if spec.policy is not None:
             path = spec.env.get("PATH", os.defpath)
-            readable, listable = command_paths(spec.program, path) if function is None else ([], [])
+            # Of whoever started manege: the environment names the agent's own.
+            home = pwd.getpwuid(os.getuid()).pw_dir
+            readable, listable = command_paths(spec.program, path, home=home) if function is None else ([], [])
             apply(spec.policy, code=[*code, *readable], listable=listable)
         if function is None:
             os.execvpe(spec.program[0], list(spec.program), dict(spec.env))

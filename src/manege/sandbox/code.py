@@ -6,7 +6,6 @@ Only code is found, never data beside it: task files with hidden answers often l
 import importlib.util
 import itertools
 import os
-import pwd
 import shutil
 import sys
 import sysconfig
@@ -36,17 +35,17 @@ def imported_paths() -> Sequence[str]:
     return found
 
 
-def command_paths(argv: Sequence[str], search_path: str) -> tuple[Sequence[str], Sequence[str]]:
+def command_paths(argv: Sequence[str], search_path: str, *, home: str) -> tuple[Sequence[str], Sequence[str]]:
     """The code of a command, to read: its executable, arguments that are absolute paths of files, packages after `-m`;
-    and the folders that scripts and packages lie in, to list: an import looks names up there. A script that lies in a
-    home folder itself stands alone."""
+    and the folders that scripts and packages lie in, to list: an import looks names up there. A script that lies in the
+    folder `home` itself, or above it, stands alone."""
     executable = shutil.which(argv[0], path=search_path)
     files = [executable, *(argument for argument in argv[1:] if os.path.isabs(argument))]
     readable = [os.path.realpath(file) for file in files if file and os.path.isfile(file)]
     packages = [path for flag, name in itertools.pairwise(argv) if flag == "-m" for path in _package_paths(name)]
     scripts = [path for path in readable if path.endswith(_SOURCE_SUFFIXES)]
-    home = os.path.realpath(pwd.getpwuid(os.getuid()).pw_dir) + os.sep
-    scripts = [path for path in scripts if not home.startswith(os.path.dirname(path) + os.sep)]
+    inside_home = os.path.realpath(home) + os.sep
+    scripts = [path for path in scripts if not inside_home.startswith(os.path.dirname(path) + os.sep)]
     beside = [path for script in scripts for path in _code_beside(script)]
     return [*readable, *packages, *beside], [os.path.dirname(path) for path in [*scripts, *packages]]
 
