@@ -27,6 +27,7 @@ from manege.gateway.proxy import proxy_routes
 from manege.gateway.rollouts import rollout_routes
 from manege.gateway.runs import run_routes
 from manege.gateway.services import RunSettings, Services
+from manege.harnesses.harness import Harness, load
 from manege.http import MAX_BODY_BYTES, error_handlers
 from manege.rendering.base import Renderer
 from manege.store.sql import SqlStore
@@ -43,6 +44,7 @@ def create_app(
     model_name: str,
     context_limit: int,
     max_body_bytes: int = MAX_BODY_BYTES,
+    load_harness: Callable[[str], Harness] = load,
     clock: Callable[[], float] = time.time,
 ) -> Starlette:
     """Called inside the event loop that will serve it. `app.state.services` holds the parts."""
@@ -58,7 +60,7 @@ def create_app(
         conversations=AttemptMemory(store, Conversation),
         prefixes=AttemptMemory(store, PrefixIndex),
         flights=Flights(),
-        settings=RunSettings(store),
+        settings=RunSettings(store, load_harness),
         model_name=model_name,
         context_limit=context_limit,
         max_body_bytes=max_body_bytes,

@@ -20,7 +20,7 @@ from manege.gateway.memory import AttemptMemory
 from manege.gateway.metrics import Counters
 from manege.gateway.pool import EnginePool
 from manege.gateway.prefixes import PrefixIndex
-from manege.harnesses.harness import Harness, load
+from manege.harnesses.harness import Harness
 from manege.rendering.base import Renderer
 from manege.store.sql import SqlStore
 from manege.types import RunId
@@ -43,8 +43,10 @@ class RunSetting:
 class RunSettings:
     """Settings per run; the defaults for a run without any (`default`, Agent Lightning's)."""
 
-    def __init__(self, store: SqlStore) -> None:
+    def __init__(self, store: SqlStore, load_harness: Callable[[str], Harness]) -> None:
+        """`load_harness`: from the name in a run's config; raises HarnessError."""
         self._store = store
+        self._load_harness = load_harness
         self._known: dict[RunId, RunSetting] = {}
 
     async def of(self, run: RunId) -> RunSetting:
@@ -64,7 +66,7 @@ class RunSettings:
             sampling = SamplingConfig.model_validate(config.get("sampling", {}))
             agent = config.get("agent", {})
             harness, common_prompts = agent.get("harness"), bool(agent.get("common_prompts"))
-            known = load(harness) if harness else None
+            known = self._load_harness(harness) if harness else None
             return RunSetting(sampling=sampling, harness=known, common_prompts=common_prompts)
         except (NotFoundError, HarnessError, ValidationError, AttributeError, TypeError):
             # A run of a foreign trainer keeps whatever config it likes.
