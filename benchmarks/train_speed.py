@@ -14,16 +14,16 @@ import time
 import numpy as np
 import torch
 
-from manege.config import TrainConfig
+from manege.config import CreditConfig, TrainConfig
 from manege.model.folder import open_folder
 from manege.model.load import load_model
-from manege.trainer.algo.samples import Sample
+from manege.trainer.algo.samples import Sample, Span
 from manege.trainer.engines.base import WeightedSample
 from manege.trainer.engines.torch import TorchEngine
-from manege.trainer.objective import Objective
+from manege.trainer.objective import objective_of
 from manege.types import CallId, RolloutId
 
-OBJECTIVE = Objective(clip_low=0.2, clip_high=0.28, dual_clip=3.0)
+OBJECTIVE = objective_of(CreditConfig(clip_high=0.28))
 
 
 def make_batch(rng):
@@ -34,22 +34,24 @@ def make_batch(rng):
         question = [rng.randrange(1000, 40000) for _ in range(20)]
         moves = [[rng.randrange(1000, 40000) for _ in range(7)] for _ in range(3)]
         for member in range(8):
-            ids, mask = shared + question, [False] * (len(shared) + len(question))
+            ids, spans = shared + question, []
             for _ in range(rng.randint(2, 4)):
                 move, observation = rng.choice(moves), [rng.randrange(1000, 40000) for _ in range(12)]
-                ids, mask = ids + move + observation, mask + [True] * len(move) + [False] * len(observation)
-            mask_T = np.array(mask)
+                spans.append(Span(call_id=CallId("c"), start=len(ids), stop=len(ids) + len(move)))
+                ids = ids + move + observation
+            num_trained = sum(span.stop - span.start for span in spans)
             sample = Sample(
                 rollout_id=RolloutId(str(member)),
-                ids_T=np.array(ids, np.int32),
-                mask_T=mask_T,
-                logprobs_T=np.where(mask_T, -5.0, 0.0).astype(np.float32),
-                versions_T=np.where(mask_T, 1, -1).astype(np.int32),
+                prompt_ids_P=np.array(ids, np.int32),
+                response_ids_R=np.empty(0, np.int32),
+                spans=spans,
+                logprobs_M=np.full(num_trained, -5.0, np.float32),
+                versions_M=np.ones(num_trained, np.int32),
                 temperature=1.0,
                 call_ids=[CallId("c")],
             )
-            advantages = np.full(len(ids), rng.choice([-0.5, 0.5]), np.float32)
-            batch.append(WeightedSample(sample=sample, advantages_T=advantages, weight=1 / (32 * sample.num_trained)))
+            advantages = np.full(num_trained, rng.choice([-0.5, 0.5]), np.float32)
+            batch.append(WeightedSample(sample=sample, advantages_M=advantages, weight=1 / (32 * num_trained)))
     return batch
 
 
@@ -59,7 +61,7 @@ def main():
     repeats = 1 if parser.parse_args().quick else 3
     folder = open_folder("smollm2")
     batch = make_batch(random.Random(0))
-    total = sum(len(item.sample.ids_T) for item in batch)
+    total = sum(item.sample.num_tokens for item in batch)
     times = {True: [], False: []}
     unique = {}
     for _ in range(repeats):

@@ -68,7 +68,7 @@ def weighted(rule, cut, rollouts=ROLLOUTS):
     samples = [cut(calls) for _, calls in rollouts]
     weights = sample_weights(samples, rule, constant_tokens=16)
     return [
-        WeightedSample(sample=s, advantages_T=np.full(len(s.ids_T), advantage, np.float32), weight=w)
+        WeightedSample(sample=s, advantages_M=np.full(s.num_trained, advantage, np.float32), weight=w)
         for (advantage, _), row, ws in zip(rollouts, samples, weights, strict=True)
         for s, w in zip(row, ws, strict=True)
     ]

@@ -140,19 +140,47 @@ class ScorerConfig(_Section):
 class CreditConfig(_Section):
     """How rewards become gradients (docs/concepts/credit.md)."""
 
-    advantage: Literal["centred", "grpo", "rloo"] = "centred"
+    level: Literal["rollout", "sample"] = "rollout"
+    """What is compared within a group. `sample` is for study only: it depends on how rollouts fall apart."""
+    advantage: Literal["centred", "grpo", "rloo", "returns"] = "centred"
+    """`returns`: per call, from rewards of single calls."""
+    discount: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Of `returns`: what a reward counts for the call before the one that earned it."""
+    zero_variance: Literal["keep", "refill"] = "keep"
+    """A group whose rewards are all equal: kept, with advantage zero, or replaced by another one."""
+    loss: Literal["ppo", "cispo", "gspo"] = "ppo"
     weighting: Literal["rollout_mean", "token_mean", "constant", "sample_mean"] = "rollout_mean"
     """`sample_mean` is for study only: it depends on how rollouts fall apart into samples."""
     constant_tokens: PositiveInt | None = None
     """L of the `constant` weighting."""
     clip_low: PositiveFloat = 0.2
-    """The ratio to the recorded policy is clipped below 1 - clip_low ..."""
+    """The ratio to the old policy is clipped below 1 - clip_low ..."""
     clip_high: PositiveFloat = 0.28
     """... and above 1 + clip_high."""
     dual_clip: Annotated[float, Field(gt=1)] | None = 3.0
     """Bound on the ratio where the advantage is negative; None: unbounded."""
+    ratio: Literal["recorded", "decoupled"] = "recorded"
+    """The old policy: the recorded log-probabilities, or the policy at the start of the update, corrected for the
+    distance between the two."""
+    mismatch_level: Literal["token", "call"] = "token"
+    """That distance, of a token or (its geometric mean) of a whole answer."""
+    mismatch_cap: PositiveFloat = 2.0
+    """Bound on the correction's weight."""
+    mismatch_band: Annotated[float, Field(gt=1)] = 5.0
+    """Tokens whose distance is above this or below its inverse are masked."""
+    kl: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the divergence from the model that the run began with; 0: none."""
     side_calls: Literal["train", "exclude"] = "train"
     """Calls beside the agent's work (titles, summaries, commit messages), as far as its harness is known."""
+    cut_short: Literal["train", "mask", "penalise"] = "train"
+    """Answers that hit their token limit: trained, left out, or trained with `length_penalty` off the reward."""
+    overlong_tokens: PositiveInt | None = None
+    """Sampled tokens of a rollout from which on the whole `length_penalty` is off its reward; None: no such limit."""
+    overlong_buffer: PositiveInt = 1
+    """Tokens before that limit over which the penalty rises from zero."""
+    length_penalty: PositiveFloat = 1.0
+    min_trained_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Stop with a diagnosis when a smaller share of a step's sampled tokens is trained."""
     shuffle_rewards: bool = False
     """A control for experiments: rewards are shuffled among the rollouts of a step, so that nothing can be learnt."""
 
@@ -172,6 +200,10 @@ class TrainConfig(_Section):
     """Groups per step."""
     group_size: Annotated[int, Field(ge=2)] = 8
     """Rollouts per group."""
+    mini_batches: PositiveInt = 1
+    """Optimiser steps per batch, each on a part of its rollouts; a rollout is never divided."""
+    max_sample_tokens: PositiveInt | None = None
+    """The longest sample; what lies beyond is counted as truncated. None: what the train engine takes."""
     learning_rate: PositiveFloat = 2e-5
     warmup_steps: Annotated[int, Field(ge=0)] = 2
     """Steps over which the learning rate rises to its value."""

@@ -213,14 +213,10 @@ class Call:
     """What filters took out of the request, and what its protocol left out of it; one line each."""
     constrained: bool = False
     """Sampled under a grammar, so it is not what the policy would have said: never trained."""
+    flaw: str | None = None
+    """Why the engine's token ids cannot be used; then the arrays are empty, and the call is never trained."""
     created_s: float
     ended_s: float
-
-    def __post_init__(self) -> None:
-        if len(self.response_ids_R) != len(self.logprobs_R):
-            raise ValueError(
-                f"call {self.id}: {len(self.response_ids_R)} sampled tokens, {len(self.logprobs_R)} log-probabilities"
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

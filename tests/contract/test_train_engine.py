@@ -8,17 +8,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from manege.config import TrainConfig
+from manege.config import CreditConfig, TrainConfig
 from manege.errors import TrainerError
 from manege.model.attend import causal_attend
 from manege.model.folder import open_folder
 from manege.model.load import load_model
 from manege.trainer.engines.torch import TorchEngine
-from manege.trainer.objective import Objective
+from manege.trainer.objective import objective_of
 from tests.calls import ROLLOUTS, merged, weighted
 
 FOLDER = open_folder(str(Path(__file__).parents[1] / "tiny" / "model"))
-OBJECTIVE = Objective(clip_low=0.2, clip_high=0.28, dual_clip=3.0)
+OBJECTIVE = objective_of(CreditConfig(clip_high=0.28))
 
 
 def torch_engine(**settings):
@@ -42,7 +42,7 @@ def on_policy(engine, batch):
     """The same batch, as if this engine's weights had sampled it."""
     recorded = engine.logprobs([item.sample for item in batch])
     return [
-        dataclasses.replace(item, sample=dataclasses.replace(item.sample, logprobs_T=logprobs))
+        dataclasses.replace(item, sample=dataclasses.replace(item.sample, logprobs_M=logprobs))
         for item, logprobs in zip(batch, recorded, strict=True)
     ]
 
@@ -57,7 +57,7 @@ def test_logprobs_are_those_of_a_plain_forward_pass_at_the_temperature(make_engi
     with torch.no_grad():
         logits = model.logits(model.hidden(ids, torch.arange(len(ids)), causal_attend([len(ids)])))
     table = torch.log_softmax(logits / temperature, -1)
-    want = [table[t - 1, ids[t]].item() if sample.mask_T[t] else 0.0 for t in range(len(ids))]
+    want = [table[t - 1, ids[t]].item() for t in sample.positions_M]
     assert got == pytest.approx(want, abs=1e-4)
 
 
@@ -68,8 +68,8 @@ def test_a_step_raises_the_probability_of_what_was_better(make_engine, batch):
     metrics = engine.step(batch, OBJECTIVE)
     after = engine.logprobs(samples)
     assert metrics["gap_max"] < 1e-4
-    assert after[0].sum() > samples[0].logprobs_T.sum()
-    assert after[1].sum() < samples[1].logprobs_T.sum()
+    assert after[0].sum() > samples[0].logprobs_M.sum()
+    assert after[1].sum() < samples[1].logprobs_M.sum()
 
 
 def test_a_broken_gradient_changes_nothing(make_engine, batch):
@@ -107,7 +107,7 @@ def test_an_export_is_what_was_trained_and_loads_in_transformers(make_engine, ba
     ids = torch.from_numpy(sample.ids_T).long()
     with torch.no_grad():
         table = torch.log_softmax(theirs(ids[None]).logits[0], -1)
-    want = [table[t - 1, ids[t]].item() if sample.mask_T[t] else 0.0 for t in range(len(ids))]
+    want = [table[t - 1, ids[t]].item() for t in sample.positions_M]
     assert engine.logprobs([sample])[0] == pytest.approx(want, abs=1e-4)
 
 

@@ -37,7 +37,7 @@ def run_file(tmp_path):
         ("sampling.temperature=0", r"sampling.temperature: .*greater than 0 \(value 0\)"),
         ("gateway.port=70000", r"gateway.port: .*65535 \(value 70000\)"),
         ("credit.weighting=constant", r"constant_tokens and weighting"),
-        ("credit.advantage=gae", r"credit.advantage: .*'centred', 'grpo' or 'rloo' \(value 'gae'\)"),
+        ("credit.advantage=gae", r"credit.advantage: .*'centred', 'grpo', 'rloo' or 'returns' \(value 'gae'\)"),
         ("name=../x", r"name: .*pattern.* \(value '../x'\)"),
         ("name.x=1", r"override 'name.x': name is a value"),
         ("steps", r"override 'steps' is not of the form"),

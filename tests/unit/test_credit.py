@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from manege.config import CreditConfig
 from manege.trainer.algo.advantage import group_advantages
 from manege.trainer.algo.batching import micro_batches
 from manege.trainer.algo.forest import build_forest
@@ -13,7 +14,7 @@ from manege.trainer.algo.samples import build_samples
 from manege.trainer.algo.tree import build_tree
 from manege.trainer.algo.weights import sample_weights
 from manege.trainer.loss import token_loss
-from manege.trainer.objective import Objective
+from manege.trainer.objective import objective_of
 from tests.calls import make_call
 
 
@@ -61,7 +62,7 @@ def test_weights_by_hand(rule, expected):
     assert sample_weights(rollouts, rule, constant_tokens=10) == [[pytest.approx(w) for w in row] for row in expected]
 
 
-OBJECTIVE = Objective(clip_low=0.2, clip_high=0.3, dual_clip=3.0)
+OBJECTIVE = objective_of(CreditConfig(clip_high=0.3))
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manege.errors import TrainerError
+from manege.trainer.algo.fates import SampleRules
 from manege.trainer.algo.forest import build_forest
-from manege.trainer.algo.samples import Ledger, build_samples
+from manege.trainer.algo.ledger import Fate, Ledger, Reason
+from manege.trainer.algo.samples import build_samples
 from manege.types import Delivered
 from tests.calls import make_call
 
@@ -61,7 +63,7 @@ def test_lost_answer_of_a_retry_is_dead(name, delivered):
     lost = sum(len(call["response_token_ids"]) for call in scenario["calls"] if not call["kept_by_harness"])
     samples, ledger = build_samples(build_forest(calls))
     assert len(samples) == 1
-    assert ledger.dead == lost > 0
+    assert ledger.of(Fate.DEAD) == lost > 0
 
 
 def test_shared_turn_is_trained_once_and_is_context_elsewhere():
@@ -92,25 +94,25 @@ def test_call_that_only_a_dead_answer_continued_is_still_trained():
     calls = [make_call("a", [1], [2]), make_call("b", [1, 2, 3], [4], delivered=Delivered.NO)]
     samples, ledger = build_samples(build_forest(calls))
     assert [sample.ids_T.tolist() for sample in samples] == [[1, 2]]
-    assert (ledger.trained, ledger.dead) == (1, 1)
+    assert (ledger.trained, ledger.of(Fate.DEAD)) == (1, 1)
 
 
 def test_broken_logprobs_are_excluded_and_counted():
     calls = [make_call("a", [1], [2, 3], logprobs=[-1.0, float("nan")]), make_call("b", [1, 2, 3, 4], [5])]
     samples, ledger = build_samples(build_forest(calls))
-    assert ledger.excluded == 2
+    assert ledger.tokens[Reason.NO_LOGPROBS] == 2
     assert samples[0].mask_T.tolist() == [False, False, False, False, True]
 
 
 def test_versions_follow_the_tokens_into_the_sample():
     calls = [make_call("a", [1], [2], version=1), make_call("b", [1, 2, 3], [4], version=2)]
     [sample], _ = build_samples(build_forest(calls))
-    assert sample.versions_T.tolist() == [-1, 1, -1, 2]
+    assert sample.versions_M.tolist() == [1, 2]
 
 
 def test_a_ledger_that_does_not_add_up_stops_the_step():
     with pytest.raises(TrainerError, match="add up"):
-        Ledger(sampled=3, trained=1, dead=1, excluded=0, context=0)
+        Ledger(sampled=3, tokens={Reason.TRAINED: 1, Reason.RETRIED: 1}, calls={}, context=0)
 
 
 @given(st.lists(st.tuples(st.integers(-1, 6), st.lists(st.integers(0, 3), max_size=3), st.booleans()), max_size=12))
@@ -141,7 +143,7 @@ def test_constrained_and_unwanted_side_calls_are_excluded_and_accounted_for():
     forest = build_forest([main, title, forced])
     samples, ledger = build_samples(forest)
     assert sorted(call for sample in samples for call in sample.call_ids) == ["forced", "main", "title"]
-    assert (ledger.trained, ledger.excluded) == (3, 1)
-    [sample], ledger = build_samples(forest, with_side_calls=False)
+    assert (ledger.trained, ledger.tokens[Reason.CONSTRAINED]) == (3, 1)
+    [sample], ledger = build_samples(forest, SampleRules(side_calls=False))
     assert sample.mask_T.tolist() == [False, False, True, True, False, False]
-    assert (ledger.sampled, ledger.trained, ledger.excluded) == (4, 2, 2)
+    assert ledger.tokens == {Reason.TRAINED: 2, Reason.SIDE_CALL: 1, Reason.CONSTRAINED: 1}

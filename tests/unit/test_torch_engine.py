@@ -5,16 +5,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from manege.config import TrainConfig
+from manege.config import CreditConfig, TrainConfig
 from manege.errors import TrainerError
 from manege.model.folder import open_folder
 from manege.model.load import load_model
 from manege.trainer.engines.torch import TorchEngine
-from manege.trainer.objective import Objective
+from manege.trainer.objective import objective_of
 from tests.calls import ROLLOUTS, merged, split, weighted
 
 FOLDER = open_folder(str(Path(__file__).parents[1] / "tiny" / "model"))
-OBJECTIVE = Objective(clip_low=0.2, clip_high=0.28, dual_clip=3.0)
+OBJECTIVE = objective_of(CreditConfig(clip_high=0.28))
 
 
 def make_engine(*, dtype=torch.float64, **settings):

@@ -131,7 +131,7 @@ class Answering:
             raise
         flight.calls.append(call)
         source.add(call)
-        await self._count(call, answer.flaw)
+        await self._count(call)
         return answer
 
     def _call(
@@ -152,12 +152,12 @@ class Answering:
             ended_s=self.services.clock(),
         )
 
-    async def _count(self, call: Call, flaw: str | None) -> None:
-        """A stored call, and why its ids cannot be used."""
+    async def _count(self, call: Call) -> None:
+        """A stored call, and whether its ids can be used."""
         self.services.counters.count_call(call)
-        if flaw is not None:
+        if call.flaw is not None:
             self.services.counters.add("manege_calls_without_ids_total")
-            await self._note("call.without_ids", call=call.id, message=flaw)
+            await self._note("call.without_ids", call=call.id, message=call.flaw)
 
     @property
     def _session(self) -> str:

@@ -150,6 +150,7 @@ def new_call(
         headers={name: value for name, value in headers() if name not in _UNRECORDED},
         edits=[*edits, *request.notes],
         constrained=request.is_constrained,
+        flaw=answer.flaw,
         created_s=created_s,
         ended_s=ended_s,
     )

@@ -59,16 +59,16 @@ class PlainAnswering(Answering):
             raw, engine = await services.engine.forward(asked, self._session)
         whole = _Whole(raw, request, call_id, engine, index)
         call = self._call(call_id, whole.answer(), admitted, Delivered.UNKNOWN, created_s)
-        body, num_shared, flaw = whole.body(services.model_name), whole.num_shared, whole.ids.flaw
+        body, num_shared = whole.body(services.model_name), whole.num_shared
         remember = whole.remember(index)
         # Hundreds of objects, which the garbage collector would visit again and again while the call is stored.
         del whole, raw
         await services.store.add_continued_call(call, num_shared)
         flight.calls.append(call)
         services.counters.add("manege_prompt_tokens_total", num_shared)
-        if flaw is None:
+        if call.flaw is None:
             remember()
-        await self._count(call, flaw)
+        await self._count(call)
         return body
 
 

@@ -9,8 +9,10 @@ import numpy as np
 from manege.config import CreditConfig
 from manege.errors import TrainerError
 from manege.trainer.algo.advantage import group_advantages
+from manege.trainer.algo.fates import SampleRules
 from manege.trainer.algo.forest import build_forest
-from manege.trainer.algo.samples import Ledger, Sample, build_samples
+from manege.trainer.algo.ledger import Fate, Ledger
+from manege.trainer.algo.samples import Sample, build_samples
 from manege.trainer.algo.weights import sample_weights
 from manege.trainer.collect import Group
 from manege.trainer.engines.base import WeightedSample
@@ -34,11 +36,12 @@ def build_batch(groups: Sequence[Group], credit: CreditConfig, *, success_reward
     built: list[tuple[float, Sequence[Sample]]] = []
     ledgers: list[Ledger] = []
     informative = 0
+    rules = SampleRules(side_calls=credit.side_calls == "train")
     for group, group_rewards in zip(groups, rewards, strict=True):
         advantages = group_advantages(group_rewards, credit.advantage)
         informative += any(abs(advantage or 0.0) > 1e-9 for advantage in advantages)
         for calls, advantage in zip(group.calls, advantages, strict=True):
-            samples, ledger = build_samples(build_forest(calls), with_side_calls=credit.side_calls == "train")
+            samples, ledger = build_samples(build_forest(calls), rules)
             ledgers.append(ledger)
             if advantage is not None:
                 built.append((advantage, samples))
@@ -46,7 +49,7 @@ def build_batch(groups: Sequence[Group], credit: CreditConfig, *, success_reward
         [samples for _, samples in built], credit.weighting, constant_tokens=credit.constant_tokens
     )
     weighted = [
-        WeightedSample(sample=sample, advantages_T=np.full(len(sample.ids_T), advantage, np.float32), weight=weight)
+        WeightedSample(sample=sample, advantages_M=np.full(sample.num_trained, advantage, np.float32), weight=weight)
         for (advantage, samples), row in zip(built, weights, strict=True)
         for sample, weight in zip(samples, row, strict=True)
         if abs(advantage) > 1e-9
@@ -64,8 +67,8 @@ def build_batch(groups: Sequence[Group], credit: CreditConfig, *, success_reward
             "num_samples": sum(len(samples) for samples in with_samples),
             "samples_per_rollout": float(np.mean([len(samples) for samples in with_samples])) if with_samples else 0.0,
             "sampled_tokens": sum(ledger.sampled for ledger in ledgers),
-            "dead_tokens": sum(ledger.dead for ledger in ledgers),
-            "excluded_tokens": sum(ledger.excluded for ledger in ledgers),
+            "dead_tokens": sum(ledger.of(Fate.DEAD) for ledger in ledgers),
+            "excluded_tokens": sum(ledger.of(Fate.EXCLUDED) for ledger in ledgers),
             "informative_groups": informative,
         },
     )

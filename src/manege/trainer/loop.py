@@ -24,7 +24,7 @@ from manege.trainer.collect import Group, GroupFeed
 from manege.trainer.engines.base import TrainEngine
 from manege.trainer.evaluate import evaluate, wilson
 from manege.trainer.metrics import MetricsFile, read_metrics
-from manege.trainer.objective import Objective
+from manege.trainer.objective import objective_of
 from manege.trainer.plot import plot_curve
 from manege.trainer.schedule import Schedule, SyncSchedule
 from manege.trainer.tasks import task_order
@@ -157,8 +157,7 @@ class Trainer:
         if not batch.samples:
             _log.info(kv("step skipped: all rewards of every group are equal", step=self._state.step + 1))
             return {}
-        credit = self._config.credit
-        objective = Objective(clip_low=credit.clip_low, clip_high=credit.clip_high, dual_clip=credit.dual_clip)
+        objective = objective_of(self._config.credit)
         await self._client.pause()
         try:
             metrics = await self._in_engine(self._engine.step, batch.samples, objective)

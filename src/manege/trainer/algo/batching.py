@@ -6,7 +6,7 @@ those with a common prefix meet in one micro-batch and the prefix tree can share
 
 from collections.abc import Sequence
 
-from manege.trainer.algo.tree import prefix_order, shared_length
+from manege.trainer.algo.tree import in_prefix_order
 from manege.types import IntArray
 
 __all__ = ["micro_batches"]
@@ -16,14 +16,12 @@ def micro_batches(sequences: Sequence[IntArray], max_tokens: int, *, share: bool
     """Indices of the sequences of each micro-batch. `share`: count tokens of a common prefix once."""
     batches: list[list[int]] = []
     size = 0
-    for index in prefix_order(sequences):
-        sequence = sequences[index]
-        if batches:
-            shared = shared_length(sequences[batches[-1][-1]], sequence) if share else 0
-            if size + len(sequence) - shared <= max_tokens:
-                batches[-1].append(index)
-                size += len(sequence) - shared
-                continue
-        batches.append([index])
-        size = len(sequence)
+    for index, num_shared in in_prefix_order(sequences):
+        num_new = len(sequences[index]) - (num_shared if share and batches else 0)
+        if batches and size + num_new <= max_tokens:
+            batches[-1].append(index)
+            size += num_new
+        else:
+            batches.append([index])
+            size = len(sequences[index])
     return batches

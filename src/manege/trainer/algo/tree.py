@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from manege.trainer.algo.token_tree import TokenTree
 from manege.types import IntArray
 
-__all__ = ["PrefixTree", "Segment", "build_tree", "prefix_order", "separate", "shared_length"]
+__all__ = ["PrefixTree", "Segment", "build_tree", "in_prefix_order", "separate"]
 
 Indices = npt.NDArray[np.int64]
 
@@ -40,20 +41,8 @@ class PrefixTree:
     sequences: Sequence[Indices]
 
 
-def prefix_order(sequences: Sequence[IntArray]) -> Sequence[int]:
-    """Indices in lexicographic order: sequences with a common prefix become neighbours."""
-    return sorted(range(len(sequences)), key=lambda index: sequences[index].astype(">u4").tobytes())
-
-
-def shared_length(a: IntArray, b: IntArray) -> int:
-    """Length of the longest common prefix."""
-    size = min(len(a), len(b))
-    different = np.flatnonzero(a[:size] != b[:size])
-    return int(different[0]) if len(different) else size
-
-
 def build_tree(sequences: Sequence[IntArray]) -> PrefixTree:
-    """In lexicographic order, a sequence shares with the tree so far exactly what it shares with its neighbour."""
+    """Every shared prefix is computed once."""
     return _lay_out(sequences, share=True)
 
 
@@ -62,27 +51,29 @@ def separate(sequences: Sequence[IntArray]) -> PrefixTree:
     return _lay_out(sequences, share=False)
 
 
+def in_prefix_order(sequences: Sequence[IntArray]) -> Sequence[tuple[int, int]]:
+    """(index, tokens shared with the sequence before it), in lexicographic order: sequences with a common prefix become
+    neighbours, and a sequence shares with all that came before it exactly what it shares with its neighbour."""
+    tree = TokenTree()
+    for index, sequence in enumerate(sequences):
+        tree.add(sequence, index)
+    return tree.in_order()
+
+
 def _lay_out(sequences: Sequence[IntArray], *, share: bool) -> PrefixTree:
     nodes: list[Indices] = [np.empty(0, np.int64)] * len(sequences)
-    ids, positions, segments = [], [], []
-    size = 0
-    previous: int | None = None
-    for index in prefix_order(sequences):
+    ids, positions, segments = [np.empty(0, np.int32)], [np.empty(0, np.int32)], []
+    size, before = 0, np.empty(0, np.int64)
+    for index, num_shared in in_prefix_order(sequences):
         sequence = sequences[index]
-        shared = 0 if previous is None or not share else shared_length(sequences[previous], sequence)
-        prefix = nodes[previous][:shared] if previous is not None else np.empty(0, np.int64)
-        num_new = len(sequence) - shared
-        nodes[index] = np.concatenate([prefix, np.arange(size, size + num_new)])
+        prefix = before[: num_shared if share else 0]
+        num_new = len(sequence) - len(prefix)
+        nodes[index] = before = np.concatenate([prefix, np.arange(size, size + num_new)])
         if num_new:
             segments.append(Segment(start=size, stop=size + num_new, prefix=prefix))
-            ids.append(sequence[shared:])
-            positions.append(np.arange(shared, len(sequence), dtype=np.int32))
+            ids.append(sequence[len(prefix) :])
+            positions.append(np.arange(len(prefix), len(sequence), dtype=np.int32))
         size += num_new
-        previous = index
-    empty = [np.empty(0, np.int32)]
     return PrefixTree(
-        ids_N=np.concatenate(ids or empty).astype(np.int32),
-        positions_N=np.concatenate(positions or empty),
-        segments=segments,
-        sequences=nodes,
+        ids_N=np.concatenate(ids), positions_N=np.concatenate(positions), segments=segments, sequences=nodes
     )

@@ -3,7 +3,7 @@
 The update is fully described by its inputs: samples with per-token advantages and weights, and an objective. A train
 engine knows nothing of rollouts beyond these weights, so that every credit rule works on every engine.
 
-Shape legend: T tokens of one sample (prompt and responses together).
+Shape legend: M trained tokens of one sample.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,9 +34,11 @@ class WeightedSample:
     """A sample with its share of the loss: loss = sum over trained t of weight * l_t(advantage)."""
 
     sample: Sample
-    advantages_T: FloatArray
-    """Per token; read only where `sample.mask_T` is set."""
+    advantages_M: FloatArray
+    """Of the trained tokens."""
     weight: float
+    proximal_M: FloatArray | None = None
+    """Log-probabilities of the trained tokens at the start of the update; None: those of the present weights."""
 
 
 class TrainEngine(Protocol):
@@ -45,7 +47,7 @@ class TrainEngine(Protocol):
     capabilities: Capabilities
 
     def logprobs(self, samples: Sequence[Sample]) -> Sequence[FloatArray]:
-        """(T,) each: log-probabilities at the sample's temperature under the present weights; 0 where not trained."""
+        """(M,) each: log-probabilities of the trained tokens under the present weights, at the sample's temperature."""
         ...
 
     def step(self, batch: Sequence[WeightedSample], objective: Objective) -> Mapping[str, float]:

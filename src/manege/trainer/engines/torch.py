@@ -60,14 +60,14 @@ class TorchEngine:
 
     def logprobs(self, samples: Sequence[Sample]) -> Sequence[FloatArray]:
         """See TrainEngine."""
-        results = [np.zeros(len(sample.ids_T), np.float32) for sample in samples]
+        results = [np.empty(0, np.float32)] * len(samples)
         with torch.no_grad():
             for batch in self._micro_batches(samples):
                 logprobs_M, _ = self._trained_logprobs([samples[index] for index in batch])
                 values = logprobs_M.float().cpu().numpy()
                 ends = np.cumsum([samples[index].num_trained for index in batch])
                 for index, part in zip(batch, np.split(values, ends[:-1]), strict=True):
-                    results[index][samples[index].mask_T] = part
+                    results[index] = part
         return results
 
     def step(self, batch: Sequence[WeightedSample], objective: Objective) -> Mapping[str, float]:
@@ -152,11 +152,11 @@ class TorchEngine:
         )
         predictors, targets, temperatures = [], [], []
         for sample, nodes_T in zip(samples, tree.sequences, strict=True):
-            where = np.flatnonzero(sample.mask_T)
+            where = sample.positions_M
             if len(where) and where[0] == 0:
                 raise TrainerError(f"rollout {sample.rollout_id}: the first token of a sample cannot be a sampled one")
             predictors.append(nodes_T[where - 1])
-            targets.append(sample.ids_T[where])
+            targets.append(tree.ids_N[nodes_T[where]])
             temperatures.append(np.full(len(where), sample.temperature))
         unique_U, row_M = np.unique(np.concatenate(predictors), return_inverse=True)
         logits_UV = self._model.logits(hidden_NE.index_select(0, torch.from_numpy(unique_U).to(device)))
@@ -171,14 +171,13 @@ class TorchEngine:
     def _backward(self, batch: Sequence[WeightedSample], objective: Objective) -> dict[str, float]:
         """Adds the gradient of one micro-batch; returns sums over its trained tokens."""
         logprobs_M, num_nodes = self._trained_logprobs([item.sample for item in batch])
-        masks = [item.sample.mask_T for item in batch]
 
         def constant(parts: Sequence[FloatArray]) -> Tensor:
             return torch.from_numpy(np.concatenate(parts)).to(logprobs_M.device, logprobs_M.dtype)
 
-        recorded_M = constant([item.sample.logprobs_T[mask] for item, mask in zip(batch, masks, strict=True)])
-        advantages_M = constant([item.advantages_T[mask] for item, mask in zip(batch, masks, strict=True)])
-        weights_M = constant([np.full(int(mask.sum()), item.weight) for item, mask in zip(batch, masks, strict=True)])
+        recorded_M = constant([item.sample.logprobs_M for item in batch])
+        advantages_M = constant([item.advantages_M for item in batch])
+        weights_M = constant([np.full(item.sample.num_trained, item.weight) for item in batch])
         result = token_loss(logprobs_M, recorded_M, advantages_M, objective)
         loss = (weights_M * result.loss_M).sum()
         loss.backward()
@@ -188,7 +187,7 @@ class TorchEngine:
                 "loss": float(loss),
                 "tokens": float(len(logprobs_M)),
                 "unique": float(num_nodes),
-                "total": float(sum(len(item.sample.ids_T) for item in batch)),
+                "total": float(sum(item.sample.num_tokens for item in batch)),
                 "clipped": float(result.clipped_M.sum()),
                 "surprisal": float(-recorded_M.sum()),
                 "gap": float(gap_M.sum()),
