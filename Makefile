@@ -42,6 +42,7 @@ bench: .venv/dev
 	$(BIN)/python benchmarks/engine_speed.py
 	$(BIN)/python benchmarks/train_speed.py
 	$(BIN)/python benchmarks/controller_start.py
+	$(BIN)/python benchmarks/sample_building.py
 
 docs: .venv/dev
 	$(BIN)/python docs/tools/reference.py
