@@ -26,11 +26,9 @@ def make_call(
         temperature=1.0,
         finish_reason=FinishReason.STOP,
         delivered=delivered,
-        request={},
-        reply={},
         created_s=0.0,
         ended_s=0.0,
-        **more,
+        **{"request": {}, "reply": {}, **more},
     )
 
 

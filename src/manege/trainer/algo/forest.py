@@ -1,9 +1,10 @@
 """The calls of one attempt as a forest: each call's parent is the call that it continues.
 
 In: calls in the order in which they were answered. Out: the same calls, each with the index of its parent or None.
-The parent is the earlier call whose `prompt + response` is the longest proper prefix of the prompt; among equals the
-one that the gateway recorded, then a delivered one, then the latest. What the gateway recorded is only a hint: tokens
-decide. Linear in the tokens (token_tree.py).
+The parent is the earlier call whose `prompt + response` is the longest prefix of the prompt, and longer than its own
+prompt where it is all of it (an answer that the agent has continued, nothing added). Among equals: the one that the
+gateway recorded, then a delivered one, then the latest. What the gateway recorded is only a hint: tokens decide. Linear
+in the tokens (token_tree.py).
 """
 
 from collections.abc import Sequence
@@ -55,12 +56,16 @@ def build_forest(calls: Sequence[Call]) -> Forest:
     num_shared, nearest = [], []
     for index, call in enumerate(calls):
         placed = tree.add(np.concatenate([call.prompt_ids_P, call.response_ids_R]), index)
-        candidates = [items for length, items in placed.prefixes if length < len(call.prompt_ids_P)]
-        parents.append(_best(calls, call, candidates[-1]) if candidates else None)
+        parents.append(_parent(calls, call, placed.prefixes))
         num_shared.append(placed.num_shared)
         nearest.append(placed.nearest)
     return Forest(calls=calls, parents=parents, num_shared=num_shared, nearest=nearest, num_unique=tree.num_tokens)
 
 
-def _best(calls: Sequence[Call], child: Call, candidates: Sequence[int]) -> int:
-    return max(candidates, key=lambda c: (calls[c].id == child.parent, calls[c].delivered is Delivered.YES, c))
+def _parent(calls: Sequence[Call], child: Call, prefixes: Sequence[tuple[int, Sequence[int]]]) -> int | None:
+    for length, items in reversed(prefixes):
+        room = len(child.prompt_ids_P) - length
+        candidates = [c for c in items if room > 0 or (room == 0 and len(calls[c].response_ids_R))]
+        if candidates:
+            return max(candidates, key=lambda c: (calls[c].id == child.parent, calls[c].delivered is Delivered.YES, c))
+    return None
