@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
+from manege.credit_config import CreditConfig
 from manege.errors import ConfigError
+from manege.section import PositiveFloat, PositiveInt, Section
 
 __all__ = [
     "AgentConfig",
@@ -37,15 +39,9 @@ __all__ = [
 
 Program = str | list[str]
 """`"module:function"`, run from a warm parent, or a command as a list of arguments."""
-PositiveInt = Annotated[int, Field(gt=0)]
-PositiveFloat = Annotated[float, Field(gt=0)]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
-
-
-class ModelConfig(_Section):
+class ModelConfig(Section):
     """The model that is trained."""
 
     path: str = "smollm2"
@@ -56,7 +52,7 @@ class ModelConfig(_Section):
     """Tokens of prompt + answer; None: what the model was made for."""
 
 
-class SamplingConfig(_Section):
+class SamplingConfig(Section):
     """The sampling contract of training calls (docs/concepts/token-truth.md)."""
 
     temperature: PositiveFloat = 1.0
@@ -65,7 +61,7 @@ class SamplingConfig(_Section):
     """Upper bound on the answer of a call; an agent may ask for less."""
 
 
-class TasksConfig(_Section):
+class TasksConfig(Section):
     """Where tasks come from."""
 
     train: str
@@ -79,7 +75,7 @@ class TasksConfig(_Section):
     """Passed to the generator function."""
 
 
-class LimitsConfig(_Section):
+class LimitsConfig(Section):
     """What an attempt may use. Each stage has its own budget."""
 
     setup_s: PositiveFloat = 60
@@ -98,7 +94,7 @@ class LimitsConfig(_Section):
     """stdout and stderr kept per attempt; more is cut."""
 
 
-class AgentConfig(_Section):
+class AgentConfig(Section):
     """The program that is trained in place; manege never looks inside."""
 
     run: Program | None = None
@@ -126,7 +122,7 @@ class AgentConfig(_Section):
         return self
 
 
-class ScorerConfig(_Section):
+class ScorerConfig(Section):
     """The program that judges what an attempt left behind."""
 
     run: Program
@@ -137,61 +133,7 @@ class ScorerConfig(_Section):
     """A rollout with at least this reward counts as a success in the tables."""
 
 
-class CreditConfig(_Section):
-    """How rewards become gradients (docs/concepts/credit.md)."""
-
-    level: Literal["rollout", "sample"] = "rollout"
-    """What is compared within a group. `sample` is for study only: it depends on how rollouts fall apart."""
-    advantage: Literal["centred", "grpo", "rloo", "returns"] = "centred"
-    """`returns`: per call, from rewards of single calls."""
-    discount: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Of `returns`: what a reward counts for the call before the one that earned it."""
-    zero_variance: Literal["keep", "refill"] = "keep"
-    """A group whose rewards are all equal: kept, with advantage zero, or replaced by another one."""
-    loss: Literal["ppo", "cispo", "gspo"] = "ppo"
-    weighting: Literal["rollout_mean", "token_mean", "constant", "sample_mean"] = "rollout_mean"
-    """`sample_mean` is for study only: it depends on how rollouts fall apart into samples."""
-    constant_tokens: PositiveInt | None = None
-    """L of the `constant` weighting."""
-    clip_low: PositiveFloat = 0.2
-    """The ratio to the old policy is clipped below 1 - clip_low ..."""
-    clip_high: PositiveFloat = 0.28
-    """... and above 1 + clip_high."""
-    dual_clip: Annotated[float, Field(gt=1)] | None = 3.0
-    """Bound on the ratio where the advantage is negative; None: unbounded."""
-    ratio: Literal["recorded", "decoupled"] = "recorded"
-    """The old policy: the recorded log-probabilities, or the policy at the start of the update, corrected for the
-    distance between the two."""
-    mismatch_level: Literal["token", "call"] = "token"
-    """That distance, of a token or (its geometric mean) of a whole answer."""
-    mismatch_cap: PositiveFloat = 2.0
-    """Bound on the correction's weight."""
-    mismatch_band: Annotated[float, Field(gt=1)] = 5.0
-    """Tokens whose distance is above this or below its inverse are masked."""
-    kl: Annotated[float, Field(ge=0)] = 0.0
-    """Weight of the divergence from the model that the run began with; 0: none."""
-    side_calls: Literal["train", "exclude"] = "train"
-    """Calls beside the agent's work (titles, summaries, commit messages), as far as its harness is known."""
-    cut_short: Literal["train", "mask", "penalise"] = "train"
-    """Answers that hit their token limit: trained, left out, or trained with `length_penalty` off the reward."""
-    overlong_tokens: PositiveInt | None = None
-    """Sampled tokens of a rollout from which on the whole `length_penalty` is off its reward; None: no such limit."""
-    overlong_buffer: PositiveInt = 1
-    """Tokens before that limit over which the penalty rises from zero."""
-    length_penalty: PositiveFloat = 1.0
-    min_trained_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Stop with a diagnosis when a smaller share of a step's sampled tokens is trained."""
-    shuffle_rewards: bool = False
-    """A control for experiments: rewards are shuffled among the rollouts of a step, so that nothing can be learnt."""
-
-    @model_validator(mode="after")
-    def _constant_needs_length(self) -> "CreditConfig":
-        if (self.weighting == "constant") != (self.constant_tokens is not None):
-            raise ValueError('constant_tokens and weighting = "constant" belong together: set both or neither')
-        return self
-
-
-class TrainConfig(_Section):
+class TrainConfig(Section):
     """The optimisation."""
 
     steps: PositiveInt = 100
@@ -224,7 +166,7 @@ class TrainConfig(_Section):
     """Stop with a diagnosis when more of a step's rollouts than this have no model call or no verdict."""
 
 
-class EvaluationConfig(_Section):
+class EvaluationConfig(Section):
     """Held-out evaluation."""
 
     temperatures: list[Annotated[float, Field(ge=0)]] = Field(default_factory=lambda: [1.0, 0.0])
@@ -235,7 +177,7 @@ class EvaluationConfig(_Section):
     """Held-out tasks of an evaluation during training."""
 
 
-class GatewayConfig(_Section):
+class GatewayConfig(Section):
     """The agents' model endpoint."""
 
     host: str = "127.0.0.1"
@@ -249,7 +191,7 @@ class GatewayConfig(_Section):
     """The largest request body, unpacked, in MiB; the default holds a prompt of a million tokens as text."""
 
 
-class EngineConfig(_Section):
+class EngineConfig(Section):
     """The local engine."""
 
     max_batch: PositiveInt = 32
@@ -262,7 +204,7 @@ class EngineConfig(_Section):
     """Threads of the tensor library; None: by the machine's cores and load."""
 
 
-class ControllerConfig(_Section):
+class ControllerConfig(Section):
     """Who runs the agents."""
 
     slots: PositiveInt = 32
@@ -275,7 +217,7 @@ class ControllerConfig(_Section):
     """Keep what agents left behind, beside their logs in the run folder, for debugging."""
 
 
-class SandboxConfig(_Section):
+class SandboxConfig(Section):
     """Isolation of agents."""
 
     mode: Literal["auto", "off"] = "auto"
@@ -287,7 +229,7 @@ class SandboxConfig(_Section):
     code; relative to the run file."""
 
 
-class RunConfig(_Section):
+class RunConfig(Section):
     """A run file."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]

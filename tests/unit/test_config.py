@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from manege.config import load_config
+from manege.config import load_config, parse_config
 from manege.errors import ConfigError
 
 GOOD = """
@@ -36,7 +36,7 @@ def run_file(tmp_path):
         ("train.group_size=1", r"train.group_size: .*greater than or equal to 2 \(value 1\)"),
         ("sampling.temperature=0", r"sampling.temperature: .*greater than 0 \(value 0\)"),
         ("gateway.port=70000", r"gateway.port: .*65535 \(value 70000\)"),
-        ("credit.weighting=constant", r"constant_tokens and weighting"),
+        ("credit.weighting=constant", r'credit: weighting = "constant" needs constant_tokens'),
         ("credit.advantage=gae", r"credit.advantage: .*'centred', 'grpo', 'rloo' or 'returns' \(value 'gae'\)"),
         ("name=../x", r"name: .*pattern.* \(value '../x'\)"),
         ("name.x=1", r"override 'name.x': name is a value"),
@@ -93,3 +93,53 @@ def test_the_core_imports_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["discount=0.9"], 'discount = 0.9 does nothing here: it needs advantage = "returns"'),
+        (["constant_tokens=9"], 'constant_tokens = 9 does nothing here: it needs weighting = "constant"'),
+        (["loss=cispo", "dual_clip=2.5"], 'dual_clip = 2.5 does nothing here: it needs loss = "ppo"'),
+        (["mismatch_level=call"], 'mismatch_level = "call" does nothing here: it needs ratio = "decoupled"'),
+        (["mismatch_cap=3"], 'mismatch_cap = 3.0 does nothing here: it needs ratio = "decoupled"'),
+        (["mismatch_band=3"], 'mismatch_band = 3.0 does nothing here: it needs ratio = "decoupled"'),
+        (["length_penalty=2"], 'length_penalty = 2.0 does nothing here: it needs cut_short = "penalise" or overlong'),
+        (
+            ["cut_short=penalise", "overlong_buffer=9"],
+            "overlong_buffer = 9 does nothing here: it needs overlong_tokens",
+        ),
+        (["overlong_tokens=9", "overlong_buffer=10"], "overlong_buffer = 10 begins before the first token"),
+        (["advantage=returns", "shuffle_rewards=true"], "shuffle_rewards = true does nothing here: it needs an adv"),
+    ],
+)
+def test_a_credit_key_that_would_do_nothing_is_refused(run_file, overrides, message):
+    with pytest.raises(ConfigError) as refused:
+        load_config(run_file, [f"credit.{override}" for override in overrides])
+    assert f"credit: {message}" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "nearest"),
+    [
+        (["level=sample", "advantage=rloo"], 'advantage = "centred"'),
+        (["level=sample", "weighting=sample_mean", "advantage=rloo"], 'advantage = "centred"'),
+        (["level=sample", "loss=cispo"], 'loss = "ppo"'),
+        (["advantage=returns", "weighting=sample_mean"], 'weighting = "rollout_mean"'),
+        (["loss=gspo", "ratio=decoupled"], 'mismatch_level = "call"'),
+    ],
+)
+def test_an_untested_combination_is_refused_with_the_nearest_one(run_file, overrides, nearest):
+    with pytest.raises(ConfigError, match="is not a tested combination") as refused:
+        load_config(run_file, [f"credit.{override}" for override in overrides])
+    assert f"the nearest one has {nearest} (" in str(refused.value)
+    for override in overrides:
+        key, value = override.split("=")
+        assert f'{key} = "{value}"' in str(refused.value)
+
+
+@pytest.mark.parametrize("mismatch", ["token", "call"])
+def test_a_stored_run_reads_back_as_the_same_config(run_file, mismatch):
+    keys = ["ratio=decoupled", f"mismatch_level={mismatch}", "weighting=constant", "constant_tokens=9"]
+    config = load_config(run_file, [f"credit.{key}" for key in keys])
+    assert parse_config(config.to_json()) == config
