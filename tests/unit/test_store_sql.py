@@ -2,6 +2,7 @@
 
 import asyncio
 import resource
+import shutil
 import sqlite3
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from sqlalchemy import event
 
 from manege.errors import ConfigError, StoreError
+from manege.store.reading import StoreReader
 from manege.store.sql import SqlStore
 from manege.types import RolloutSpec, Task
 from tests.calls import make_call
@@ -46,6 +48,54 @@ async def test_a_file_that_is_no_database_and_a_missing_folder_are_named(tmp_pat
         await SqlStore.open(tmp_path / "text")
     with pytest.raises(StoreError, match="its folder exists"):
         await SqlStore.open(tmp_path / "none" / "store.db")
+
+
+async def test_a_reader_sees_what_is_written_beside_it_and_stops_nobody(tmp_path):
+    path = tmp_path / "a ? b.db"
+    store = await SqlStore.open(path)
+    await store.create_rollouts([spec("r0")])
+    reader = await StoreReader.open(path)
+    with reader._reading.connect() as open_transaction:
+        open_transaction.exec_driver_sql("SELECT count(*) FROM rollouts").scalar_one()
+        await store.create_rollouts([spec("r1")])
+        await store.add_call(make_call("c", [1, 2], [3], rollout="r1"))
+    assert [rollout.spec.id for rollout in await reader.list_rollouts()] == ["r0", "r1"]
+    assert await reader.run_ids() == ["run"]
+    [call] = (await reader.calls(["r1"]))["r1"]
+    assert call.prompt_ids_P.tolist() == [1, 2]
+    with pytest.raises(StoreError, match="SQLITE_READONLY"):
+        await reader._read(lambda connection: connection.exec_driver_sql("DELETE FROM rollouts"))
+    await reader.close()
+    await store.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["a ? b.db"]
+
+
+async def test_a_reader_makes_and_migrates_nothing(tmp_path):
+    with pytest.raises(StoreError, match="its folder exists"):
+        await StoreReader.open(tmp_path / "none.db")
+    assert not list(tmp_path.iterdir())
+    path = tmp_path / "store.db"
+    await (await SqlStore.open(path)).close()
+    connection = sqlite3.connect(path)
+    connection.execute("UPDATE schema_version SET version = 0")
+    connection.commit()
+    connection.close()
+    before = path.read_bytes()
+    with pytest.raises(ConfigError, match="has schema 0"):
+        await StoreReader.open(path)
+    assert path.read_bytes() == before
+
+
+async def test_a_reader_finds_what_a_killed_writer_left_in_its_log(tmp_path):
+    store = await SqlStore.open(tmp_path / "store.db")
+    await store.create_rollouts([spec("r0")])
+    (tmp_path / "copy").mkdir()
+    for name in ("store.db", "store.db-wal"):
+        shutil.copy(tmp_path / name, tmp_path / "copy" / name)
+    await store.close()
+    reader = await StoreReader.open(tmp_path / "copy" / "store.db")
+    assert [rollout.spec.id for rollout in await reader.list_rollouts()] == ["r0"]
+    await reader.close()
 
 
 async def test_commits_are_synced_to_the_write_ahead_log(tmp_path):

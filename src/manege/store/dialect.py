@@ -6,8 +6,9 @@ lock when its transaction begins, so that no statement in it can fail for want o
 
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
-from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy import URL, Connection, Engine, create_engine, event
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError
 
@@ -31,13 +32,16 @@ _ADVICE = {
 def open_engine(url: str | Path, *, writes: bool) -> Engine:
     """Connections for the writer, or for readers. Raises ConfigError for a database that we do not support."""
     try:
-        parsed = make_url(url) if isinstance(url, str) and "://" in url else make_url(f"sqlite:///{url}")
+        parsed = make_url(url) if isinstance(url, str) and "://" in url else URL.create("sqlite", database=str(url))
     except ArgumentError as error:
         raise ConfigError(f"store {url!r} is neither a path nor a database URL") from error
     if parsed.get_backend_name() != "sqlite":
         raise ConfigError(f"store {parsed.render_as_string()} is not supported; use a path or sqlite:///path")
     if parsed.database in (None, "", ":memory:"):
         raise ConfigError("a store in memory would lose acknowledged writes; name a file")
+    if not writes:
+        # Such connections cannot write, and do not make a file that is missing. https://www.sqlite.org/uri.html
+        parsed = parsed.set(database=f"file:{quote(str(parsed.database))}", query={"mode": "ro", "uri": "true"})
     engine = create_engine(parsed, pool_size=1 if writes else 8, max_overflow=0)
     begin = "BEGIN IMMEDIATE" if writes else "BEGIN"
 
@@ -50,8 +54,6 @@ def open_engine(url: str | Path, *, writes: bool) -> Engine:
         if writes:
             connection.execute("PRAGMA journal_mode=WAL")
             connection.execute("PRAGMA synchronous=FULL")
-        else:
-            connection.execute("PRAGMA query_only=ON")
 
     @event.listens_for(engine, "begin")
     def _begin(connection: Connection) -> None:

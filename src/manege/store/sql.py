@@ -1,7 +1,7 @@
 """The store on a database, through SQLAlchemy Core: SQLite in WAL mode, one writer, readers beside it.
 
 Writes go through the writer (`writer.py`), share commits, and return when they are durable (they survive `kill -9`);
-reads run on their own connections in threads and see committed data only. The rules of the states are in `rollouts.py`,
+reads (`reading.py`) run beside them and see committed data only. The rules of the states are in `rollouts.py`,
 since only the database can decide races: a transition that `TRANSITIONS` does not allow, a second terminal state, or a
 write for an attempt that is no longer the current one raises ConflictError. The form of calls is in `calls.py`, what
 only one database knows in `dialect.py`.
@@ -11,21 +11,20 @@ import asyncio
 import sqlite3
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, fields
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-import orjson
-from sqlalchemy import ColumnElement, Connection, Engine, func, insert, inspect, select, update
+from sqlalchemy import Connection, Engine, insert, inspect, update
 from sqlalchemy.exc import DBAPIError
 
-from manege.errors import ConfigError, ManegeError, NotFoundError
+from manege.errors import ManegeError
 from manege.store import calls, rollouts, tables
-from manege.store.base import Ending, Run, TerminalPage
+from manege.store.base import Ending, Run
 from manege.store.codec import dumps
 from manege.store.dialect import explain, open_engine
+from manege.store.reading import StoreReader, check_schema, read_run
 from manege.store.writer import Writer
 from manege.types import (
     Call,
@@ -43,8 +42,6 @@ from manege.types import (
 
 __all__ = ["SqlStore"]
 
-NUM_READERS = 4
-"""Threads that read; SQLite gains nothing from more."""
 MAX_RUNNING = 1024
 """Running rollouts that are remembered: as many as one gateway serves at once."""
 
@@ -54,19 +51,17 @@ DELIVERY_WAIT_S = 0.05
 T = TypeVar("T")
 
 
-class SqlStore:
+class SqlStore(StoreReader):
     """Made by `open`; belongs to the event loop that opened it."""
 
     def __init__(self, writing: Engine, reading: Engine, url: str | Path, clock: Callable[[], float]) -> None:
+        super().__init__(reading, url)
         self._writing = writing
-        self._reading = reading
-        self._url = url
         self._clock = clock
         self._calls = calls.CallWriter()
         self._writer = Writer(writing, url, written=self._calls.forget, committed=self._changed)
         self._running: OrderedDict[RolloutId, Rollout] = OrderedDict()
         self._num_changes = 0
-        self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="manege-store-reader")
 
     @classmethod
     async def open(cls, url: str | Path, *, clock: Callable[[], float] = time.time) -> Self:
@@ -84,9 +79,8 @@ class SqlStore:
     async def close(self) -> None:
         """Finish pending writes and close. Safe to repeat."""
         await self._writer.close()
-        self._readers.shutdown()
+        await super().close()
         self._writing.dispose()
-        self._reading.dispose()
 
     async def put_run(self, run_id: RunId, config: JsonObject) -> Run:
         """Create or replace the config of a run."""
@@ -97,13 +91,9 @@ class SqlStore:
             changed = connection.execute(update(table).where(table.c.id == run_id).values(config=text))
             if changed.rowcount == 0:
                 connection.execute(insert(table).values(id=run_id, config=text, created_s=now_s))
-            return _get_run(connection, run_id)
+            return read_run(connection, run_id)
 
         return await self._write(write)
-
-    async def get_run(self, run_id: RunId) -> Run:
-        """Raises NotFoundError."""
-        return await self._read(lambda connection: _get_run(connection, run_id))
 
     async def create_rollouts(self, specs: Sequence[RolloutSpec]) -> Sequence[Rollout]:
         """Queue rollouts; an id that exists already is returned as it is. All or nothing."""
@@ -115,41 +105,13 @@ class SqlStore:
             self._running.move_to_end(rollout_id)
             return rollout
         num_changes = self._num_changes
-        rollout = await self._read(lambda connection: rollouts.get(connection, rollout_id))
+        rollout = await super().get_rollout(rollout_id)
         # What was read before a commit that we have learnt of is old.
         if rollout.state is RolloutState.RUNNING and num_changes == self._num_changes:
             self._running[rollout_id] = rollout
             if len(self._running) > MAX_RUNNING:
                 self._running.popitem(last=False)
         return rollout
-
-    async def list_rollouts(
-        self, *, run: RunId | None = None, state: RolloutState | None = None, limit: int = 50, offset: int = 0
-    ) -> Sequence[Rollout]:
-        """Oldest first."""
-        table = tables.rollouts
-        statement = select(table).where(*_matching(run, state)).order_by(table.c.seq).limit(limit).offset(offset)
-        return await self._read(lambda connection: rollouts.query(connection, statement))
-
-    async def count_rollouts(self, *, run: RunId | None = None) -> Mapping[RolloutState, int]:
-        """Rollouts per state."""
-        table = tables.rollouts
-        statement = select(table.c.state, func.count()).where(*_matching(run)).group_by(table.c.state)
-        counts = await self._read(lambda connection: connection.execute(statement).all())
-        return dict.fromkeys(RolloutState, 0) | {RolloutState(state): number for state, number in counts}
-
-    async def terminal(self, *, run: RunId | None, after: int, limit: int) -> TerminalPage:
-        """Rollouts with completion > after, in that order; none is missed, none comes twice."""
-        table = tables.rollouts
-        statement = select(table).where(table.c.completion > after, *_matching(run))
-        statement = statement.order_by(table.c.completion).limit(limit)
-
-        def read(connection: Connection) -> TerminalPage:
-            found = rollouts.query(connection, statement)
-            cursor = (found[-1].completion or 0) if found else after
-            return TerminalPage(rollouts=found, cursor=cursor, num_ended=rollouts.count(connection, "completion"))
-
-        return await self._read(read)
 
     async def claim(self, *, controller: str, limit: int, lease_s: float) -> Sequence[Rollout]:
         """Take queued rollouts (oldest first): queuing -> running under a lease of this controller.
@@ -202,10 +164,6 @@ class SqlStore:
         NotFoundError."""
         await self._writer.submit_item(calls.set_delivered, (call_id, delivered), wait_s=DELIVERY_WAIT_S)
 
-    async def calls(self, rollout_ids: Sequence[RolloutId]) -> Mapping[RolloutId, Sequence[Call]]:
-        """The calls of the last attempt of each rollout, in the order in which they were answered."""
-        return await self._read(lambda connection: calls.of_rollouts(connection, rollout_ids))
-
     async def add_event(self, event: Event) -> None:
         """Append to a rollout's log. Raises NotFoundError."""
 
@@ -215,29 +173,9 @@ class SqlStore:
 
         await self._write(write)
 
-    async def events(self, rollout_id: RolloutId, *, event_type: str | None = None) -> Sequence[Event]:
-        """In the order of insertion."""
-        table = tables.events
-        columns = [table.c[each.name] for each in fields(Event)]
-        statement = select(*columns).where(table.c.rollout_id == rollout_id).order_by(table.c.seq)
-        if event_type is not None:
-            statement = statement.where(table.c.event_type == event_type)
-        rows = await self._read(lambda connection: connection.execute(statement).mappings().all())
-        return [Event(**{**row, "data": orjson.loads(row["data"])}) for row in rows]
-
-    async def policy_version(self) -> PolicyVersion:
-        """The last published version; 0 before the first."""
-        return PolicyVersion(await self._read(lambda connection: rollouts.count(connection, "policy_version")))
-
     async def publish_version(self) -> PolicyVersion:
         """Count one up, durably, and return it."""
         return PolicyVersion(await self._write(lambda connection: rollouts.count_up(connection, "policy_version")))
-
-    async def get_value(self, key: str) -> Any:
-        """A small JSON value of ours (keys, registered models); None when unset."""
-        statement = select(tables.settings.c.value).where(tables.settings.c.key == key)
-        text = await self._read(lambda connection: connection.execute(statement).scalar())
-        return None if text is None else orjson.loads(text)
 
     async def set_value(self, key: str, value: Any) -> None:
         """Durable, as every write."""
@@ -258,23 +196,6 @@ class SqlStore:
     async def _write(self, operation: Callable[[Connection], T]) -> T:
         return await self._writer.submit(operation)
 
-    async def _read(self, operation: Callable[[Connection], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._readers, self._read_now, operation)
-
-    def _read_now(self, operation: Callable[[Connection], T]) -> T:
-        try:
-            with self._reading.connect() as connection:
-                return operation(connection)
-        except DBAPIError as error:
-            raise explain(error, self._url) from error
-
-
-def _matching(run: RunId | None, state: RolloutState | None = None) -> list[ColumnElement[bool]]:
-    """None: any."""
-    table = tables.rollouts
-    conditions = [] if run is None else [table.c.run == run]
-    return conditions if state is None else [*conditions, table.c.state == state]
-
 
 def _prepare(engine: Engine, url: str | Path) -> None:
     """Make the tables, or check that they are of this code's schema."""
@@ -287,18 +208,6 @@ def _prepare(engine: Engine, url: str | Path) -> None:
                     insert(tables.counters),
                     [{"name": "completion", "value": 0}, {"name": "policy_version", "value": 0}],
                 )
-            version = connection.execute(select(tables.schema_version.c.version)).scalar_one()
+            check_schema(connection, url)
     except (DBAPIError, sqlite3.Error) as error:
         raise explain(error, url) from error
-    if version != tables.SCHEMA_VERSION:
-        raise ConfigError(
-            f"the database {url} has schema {version}, this manege knows schema {tables.SCHEMA_VERSION}; "
-            "upgrade manege, or name another file"
-        )
-
-
-def _get_run(connection: Connection, run_id: RunId) -> Run:
-    row = connection.execute(select(tables.runs).where(tables.runs.c.id == run_id)).one_or_none()
-    if row is None:
-        raise NotFoundError(f"run {run_id!r} does not exist; put its config first")
-    return Run(id=run_id, config=orjson.loads(row.config), created_s=row.created_s)
