@@ -21,6 +21,7 @@ from manege.gateway.flights import GRACE_S
 from manege.gateway.server import GatewayServer
 from manege.harnesses.harness import parse
 from manege.trainer.algo.forest import build_forest
+from manege.trainer.algo.ledger import Fate, Reason
 from manege.trainer.algo.samples import build_samples
 from manege.types import Delivered, RolloutId, RolloutSpec, RunId, Task
 from tests.conftest import OPERATOR_KEY
@@ -191,17 +192,21 @@ async def test_nonce_makes_no_other_sample_where_the_harness_names_its_filter(cl
     ]
 
 
-@pytest.mark.parametrize("lost", [Delivered.NO, Delivered.UNKNOWN])
+@pytest.mark.parametrize(
+    ("lost", "reason"), [(Delivered.NO, Reason.NOT_DELIVERED), (Delivered.UNKNOWN, Reason.RETRIED)]
+)
 @pytest.mark.parametrize("name", RETRIES)
-async def test_lost_answer_is_dead_and_the_rest_one_sample(client, engine, store, script, name, lost):
+async def test_lost_answer_is_dead_and_the_rest_one_sample(client, engine, store, script, name, lost, reason):
     """`UNKNOWN`: as after a crash of the gateway between the answer and the note of its end."""
     calls = await replay(client, engine, store, script, SCENARIOS[name])
     kept = [call for call in SCENARIOS[name] if call["kept_by_harness"]]
     assert len(kept) == len(calls) - 1
     calls = [replace(call, delivered=lost) if call.delivered is Delivered.NO else call for call in calls]
-    samples, _ = build_samples(build_forest(calls))
+    samples, ledger = build_samples(build_forest(calls))
     assert len(samples) == 1
     check_trained(samples, kept)
+    (dead,) = [call for call in SCENARIOS[name] if not call["kept_by_harness"]]
+    assert (ledger.tokens[reason], ledger.of(Fate.DEAD)) == (len(dead["response_token_ids"]),) * 2
 
 
 async def test_request_sent_again_at_once_gets_the_answer_under_way(client, engine, store, script):
