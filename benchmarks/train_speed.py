@@ -69,7 +69,7 @@ def main():
             config = TrainConfig(prefix_tree=tree, frozen=["embed_tokens"], learning_rate=1e-9)
             engine = TorchEngine(load_model(folder), folder, config)
             started = time.perf_counter()
-            unique[tree] = engine.step(batch, OBJECTIVE)["unique_tokens"]
+            unique[tree] = engine.step(batch, OBJECTIVE).metrics["unique_tokens"]
             times[tree].append(time.perf_counter() - started)
             del engine
     print(f"{len(batch)} samples, {total} tokens; {torch.get_num_threads()} threads; medians of {repeats}")

@@ -65,7 +65,7 @@ def test_a_step_raises_the_probability_of_what_was_better(make_engine, batch):
     engine = make_engine()
     batch = on_policy(engine, batch)
     samples = [item.sample for item in batch]
-    metrics = engine.step(batch, OBJECTIVE)
+    metrics = engine.step(batch, OBJECTIVE).metrics
     after = engine.logprobs(samples)
     assert metrics["gap_max"] < 1e-4
     assert after[0].sum() > samples[0].logprobs_M.sum()

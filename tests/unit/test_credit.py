@@ -1,20 +1,16 @@
-"""Advantages, weights, the token loss, micro-batches and the prefix tree."""
+"""Advantages, weights, micro-batches and the prefix tree."""
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manege.config import CreditConfig
 from manege.trainer.algo.advantage import group_advantages
 from manege.trainer.algo.batching import micro_batches
 from manege.trainer.algo.forest import build_forest
 from manege.trainer.algo.samples import build_samples
 from manege.trainer.algo.tree import build_tree
 from manege.trainer.algo.weights import sample_weights
-from manege.trainer.loss import token_loss
-from manege.trainer.objective import objective_of
 from tests.calls import make_call
 
 
@@ -60,30 +56,6 @@ def _samples(shapes):
 def test_weights_by_hand(rule, expected):
     rollouts = _samples([[3, 1], [2], []])
     assert sample_weights(rollouts, rule, constant_tokens=10) == [[pytest.approx(w) for w in row] for row in expected]
-
-
-OBJECTIVE = objective_of(CreditConfig(clip_high=0.3))
-
-
-@pytest.mark.parametrize(
-    ("ratio", "advantage", "loss", "gradient"),
-    [
-        (1.0, 2.0, -2.0, -2.0),
-        (1.2, 1.0, -1.2, -1.2),
-        (1.5, 1.0, -1.3, 0.0),
-        (0.5, 1.0, -0.5, -0.5),
-        (0.5, -1.0, 0.8, 0.0),
-        (2.0, -1.0, 2.0, 2.0),
-        (5.0, -1.0, 3.0, 0.0),
-    ],
-)
-def test_clipped_loss_by_hand(ratio, advantage, loss, gradient):
-    logprobs = torch.tensor([np.log(ratio)], requires_grad=True)
-    result = token_loss(logprobs, torch.zeros(1), torch.tensor([advantage]), OBJECTIVE)
-    result.loss_M.sum().backward()
-    assert result.loss_M.item() == pytest.approx(loss, rel=1e-6)
-    assert logprobs.grad.item() == pytest.approx(gradient, rel=1e-6)
-    assert result.clipped_M.item() == (gradient == 0)
 
 
 SEQUENCES = st.lists(

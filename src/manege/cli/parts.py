@@ -126,7 +126,7 @@ def _engines(config: RunConfig, folder: ModelFolder, train: bool) -> tuple[Engin
     from manege.trainer.engines.torch import TorchEngine
 
     model = _load(config.model, folder)
-    trainer = TorchEngine(model, folder, config.train) if train else None
+    trainer = TorchEngine(model, folder, config.train, reference=config.credit.kl > 0) if train else None
     return _local_engine(model, folder, config.model, config.engine, config.seed), trainer
 
 
@@ -136,7 +136,8 @@ def _train_engine_apart(config: RunConfig, folder: ModelFolder) -> TrainEngine:
     from manege.trainer.engines.torch import TorchEngine
 
     model = _load(config.model, folder)
-    return TorchEngine(model, folder, config.train, publish_folder=config.run_folder / "weights")
+    reference, publish_folder = config.credit.kl > 0, config.run_folder / "weights"
+    return TorchEngine(model, folder, config.train, reference=reference, publish_folder=publish_folder)
 
 
 def _load(model: ModelConfig, folder: ModelFolder) -> "LanguageModel":

@@ -152,7 +152,7 @@ class Trainer:
             temperature=self._config.sampling.temperature,
         )
 
-    async def _update(self, batch: Batch) -> Mapping[str, float]:
+    async def _update(self, batch: Batch) -> Mapping[str, Any]:
         """One optimiser step and the new weights in service; without a gradient there is nothing to do."""
         if not batch.samples:
             _log.info(kv("step skipped: all rewards of every group are equal", step=self._state.step + 1))
@@ -160,17 +160,18 @@ class Trainer:
         objective = objective_of(self._config.credit)
         await self._client.pause()
         try:
-            metrics = await self._in_engine(self._engine.step, batch.samples, objective)
+            report = await self._in_engine(self._engine.step, batch.samples, objective)
+            gaps = report.gap_by_distance(self._version)
             self._version = await self._client.publish(self._engine.publish())
         finally:
             await asyncio.shield(self._client.resume())
-        return metrics
+        return {**report.metrics, "gap_by_distance": gaps}
 
     def _finish_step(
         self,
         groups: Sequence[Group],
         batch: Batch,
-        update: Mapping[str, float],
+        update: Mapping[str, Any],
         collect_s: float,
         update_s: float,
     ) -> None:
@@ -283,6 +284,12 @@ def _check_capabilities(config: RunConfig, engine: TrainEngine) -> None:
     can = engine.capabilities
     if config.train.prefix_tree and not can.prefix_tree:
         raise TrainerError("train.prefix_tree = true: this train engine has none; set it to false")
+    if config.credit.loss not in can.losses:
+        raise TrainerError(
+            f"credit.loss = {config.credit.loss!r}: this train engine computes {', '.join(sorted(can.losses))}"
+        )
+    if config.credit.kl > 0 and not can.reference:
+        raise TrainerError(f"credit.kl = {config.credit.kl}: this train engine keeps no reference; set it to 0")
     if (config.model.max_context or 0) > can.max_sample_tokens:
         raise TrainerError(
             f"model.max_context = {config.model.max_context}: the train engine takes samples of at most "

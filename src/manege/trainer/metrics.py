@@ -41,10 +41,15 @@ METRICS: Mapping[str, str] = {
     "unique_tokens": "tokens computed by the update; shared prefixes count once",
     "total_tokens": "tokens of all samples of the update",
     "unique_ratio": "unique_tokens / total_tokens: what the prefix tree saved",
-    "clip_fraction": "share of trained tokens whose gradient the clip removed",
-    "entropy": "mean of minus the recorded log-probability: an estimate of the policy's entropy, in nats",
+    "clip_fraction": "share of trained tokens whose gradient the clip removed (cispo: whose weight it bounded)",
+    "masked_fraction": "share of trained tokens outside credit.mismatch_band",
+    "mismatch_weight_mean": "mean weight of the trained tokens by credit.ratio; 1 for `recorded`, 0 where masked",
+    "kl_reference": "mean divergence of the policy from the model that the run began with (k3), in nats per token",
+    "entropy": "mean entropy of the policy where it sampled the trained tokens, in nats",
     "gap_mean": "mean absolute difference of trainer and sampler log-probabilities",
     "gap_max": "largest such difference",
+    "gap_kl": "divergence of the trainer's policy from the sampler's (k3), in nats per token",
+    "gap_by_distance": "gap_mean by the number of policy versions between sampling and update",
 }
 
 

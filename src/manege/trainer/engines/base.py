@@ -6,7 +6,7 @@ engine knows nothing of rollouts beyond these weights, so that every credit rule
 Shape legend: M trained tokens of one sample.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -16,7 +16,7 @@ from manege.trainer.algo.samples import Sample
 from manege.trainer.objective import Objective
 from manege.types import FloatArray
 
-__all__ = ["Capabilities", "TrainEngine", "WeightedSample"]
+__all__ = ["Capabilities", "StepReport", "TrainEngine", "VersionGap", "WeightedSample"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +27,10 @@ class Capabilities:
     """Can compute tokens that samples share once."""
     max_sample_tokens: int
     """The longest sample that fits."""
+    losses: Set[str]
+    """Values of credit.loss that it computes."""
+    reference: bool
+    """Holds the frozen model that a KL term needs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +45,35 @@ class WeightedSample:
     """Log-probabilities of the trained tokens at the start of the update; None: those of the present weights."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionGap:
+    """Sampler against trainer, over the trained tokens that one policy version sampled."""
+
+    tokens: int
+    total: float
+    """Sum of the absolute differences of their log-probabilities."""
+
+    def __add__(self, other: "VersionGap") -> "VersionGap":
+        return VersionGap(tokens=self.tokens + other.tokens, total=self.total + other.total)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What an optimiser step says about itself, as of the weights before it."""
+
+    metrics: Mapping[str, float]
+    """Under the names of docs/reference/metrics.md."""
+    gap_by_version: Mapping[int, VersionGap]
+    """By the version that sampled; -1 where nobody knows."""
+
+    def gap_by_distance(self, version: int) -> Mapping[str, float]:
+        """Mean gap by the number of versions between sampling and `version`, the one in service at the update."""
+        return {
+            "unknown" if sampled < 0 else str(version - sampled): gap.total / gap.tokens
+            for sampled, gap in sorted(self.gap_by_version.items(), reverse=True)
+        }
+
+
 class TrainEngine(Protocol):
     """Holds weights and optimiser. Not safe for concurrent calls; blocking, so call it from a thread."""
 
@@ -50,9 +83,9 @@ class TrainEngine(Protocol):
         """(M,) each: log-probabilities of the trained tokens under the present weights, at the sample's temperature."""
         ...
 
-    def step(self, batch: Sequence[WeightedSample], objective: Objective) -> Mapping[str, float]:
-        """One optimiser step; returns metrics (docs/reference/metrics.md). Raises TrainerError on a non-finite loss or
-        gradient, with weights and optimiser unchanged."""
+    def step(self, batch: Sequence[WeightedSample], objective: Objective) -> StepReport:
+        """One optimiser step. Raises TrainerError on a non-finite loss or gradient, with weights and optimiser
+        unchanged."""
         ...
 
     def publish(self) -> Weights:

@@ -1,15 +1,16 @@
 """The train engine for one machine: full fine-tuning with AdamW over a torch model.
 
 The weights are changed in place, so that an inference engine in the same process shares them (`publish` says so and
-copies nothing). Micro-batches are prefix trees: a token that samples share is computed once and gathered per sample,
-so every loss stays exact.
+copies nothing). Micro-batches are prefix trees (`packed`), and their gradients are sums, so that the loss is the same
+however a batch is divided.
 
-Shape legend: N nodes of the tree, M trained tokens of a micro-batch, U distinct nodes that predict them, V vocabulary.
+Shape legend: M trained tokens of a micro-batch, U distinct positions that predict them, V vocabulary.
 """
 
+import copy
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -25,15 +26,16 @@ from manege.model.folder import ModelFolder
 from manege.model.load import export_folder, read_weights, save_weights
 from manege.trainer.algo.batching import micro_batches
 from manege.trainer.algo.samples import Sample
-from manege.trainer.algo.tree import build_tree, separate
-from manege.trainer.engines.base import Capabilities, WeightedSample
-from manege.trainer.engines.tree_attention import TreeAttention
-from manege.trainer.loss import token_loss
+from manege.trainer.engines.base import Capabilities, StepReport, WeightedSample
+from manege.trainer.engines.packed import PackedSamples
+from manege.trainer.engines.step_sums import StepSums
+from manege.trainer.losses.combine import token_loss
 from manege.trainer.objective import Objective
 from manege.types import FloatArray
 
 __all__ = ["TorchEngine"]
 
+_LOSSES = frozenset({"ppo", "cispo", "gspo"})
 _STATE_FILE = "optimizer.pt"
 _HEADER_FILE = "engine.json"
 
@@ -42,11 +44,21 @@ class TorchEngine:
     """`TrainEngine` over a `LanguageModel` in this process."""
 
     def __init__(
-        self, model: LanguageModel, folder: ModelFolder, config: TrainConfig, *, publish_folder: Path | None = None
+        self,
+        model: LanguageModel,
+        folder: ModelFolder,
+        config: TrainConfig,
+        *,
+        reference: bool = False,
+        publish_folder: Path | None = None,
     ) -> None:
-        """`publish_folder`: where an engine outside this process reads new weights; None: it shares our memory."""
-        self.capabilities = Capabilities(prefix_tree=True, max_sample_tokens=model.context_limit)
+        """`reference`: keep a frozen copy of the model as it is now, for a KL term; `publish_folder`: where an engine
+        outside this process reads new weights; None: it shares our memory."""
+        self.capabilities = Capabilities(
+            prefix_tree=True, max_sample_tokens=model.context_limit, losses=_LOSSES, reference=reference
+        )
         self._model, self._folder, self._config = model, folder, config
+        self._reference = _frozen(model) if reference else None
         self._parameters = _trainable(model, config.frozen)
         self._optimizer = torch.optim.AdamW(
             self._parameters,
@@ -63,28 +75,31 @@ class TorchEngine:
         results = [np.empty(0, np.float32)] * len(samples)
         with torch.no_grad():
             for batch in self._micro_batches(samples):
-                logprobs_M, _ = self._trained_logprobs([samples[index] for index in batch])
-                values = logprobs_M.float().cpu().numpy()
+                packed = self._pack([samples[index] for index in batch])
+                values = packed.logprobs(packed.logits(self._model)).float().cpu().numpy()
                 ends = np.cumsum([samples[index].num_trained for index in batch])
                 for index, part in zip(batch, np.split(values, ends[:-1]), strict=True):
                     results[index] = part
         return results
 
-    def step(self, batch: Sequence[WeightedSample], objective: Objective) -> Mapping[str, float]:
+    def accumulate(self, batch: Sequence[WeightedSample], objective: Objective) -> StepSums:
+        """Add the gradient of the loss to that of the parameters, without a step; what ranks or studies can add up."""
+        sums = StepSums()
+        for indices in self._micro_batches([item.sample for item in batch]):
+            self._backward([batch[index] for index in indices], objective, sums)
+        return sums
+
+    def step(self, batch: Sequence[WeightedSample], objective: Objective) -> StepReport:
         """See TrainEngine."""
         # Per thread of the process; the inference engine, which is paused now, may have chosen fewer for itself.
         torch.set_num_threads(physical_cores())
         self._optimizer.zero_grad(set_to_none=True)
-        totals: dict[str, float] = {}
-        for indices in self._micro_batches([item.sample for item in batch]):
-            for name, value in self._backward([batch[index] for index in indices], objective).items():
-                combine = max if name == "gap_max" else float.__add__
-                totals[name] = combine(totals[name], value) if name in totals else value
+        sums = self.accumulate(batch, objective)
         norm = float(torch.nn.utils.clip_grad_norm_(self._parameters, self._config.max_grad_norm))
-        if not (math.isfinite(norm) and math.isfinite(totals["loss"])):
+        if not (math.isfinite(norm) and math.isfinite(sums.loss)):
             self._optimizer.zero_grad(set_to_none=True)
             raise TrainerError(
-                f"loss {totals['loss']} or gradient norm {norm} is not finite; weights are unchanged. "
+                f"loss {sums.loss} or gradient norm {norm} is not finite; weights are unchanged. "
                 "Lower train.learning_rate or look for broken log-probabilities"
             )
         self._num_steps += 1
@@ -93,7 +108,7 @@ class TorchEngine:
             group["lr"] = rate
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        return _metrics(totals, norm, rate)
+        return sums.report(grad_norm=norm, learning_rate=rate)
 
     def publish(self) -> Weights:
         """See TrainEngine."""
@@ -133,6 +148,11 @@ class TorchEngine:
         """See TrainEngine."""
         export_folder(self._model, self._folder, folder)
 
+    def _pack(self, samples: Sequence[Sample]) -> PackedSamples:
+        parameter = self._parameters[0]
+        share = self._config.prefix_tree
+        return PackedSamples(samples, share=share, device=parameter.device, dtype=parameter.dtype)
+
     def _micro_batches(self, samples: Sequence[Sample]) -> Sequence[Sequence[int]]:
         sequences = [sample.ids_T for sample in samples]
         return micro_batches(sequences, self._config.micro_batch_tokens, share=self._config.prefix_tree)
@@ -140,59 +160,56 @@ class TorchEngine:
     def _num_parameters(self) -> int:
         return sum(parameter.numel() for parameter in self._model.module.parameters())
 
-    def _trained_logprobs(self, samples: Sequence[Sample]) -> tuple[Tensor, int]:
-        """Log-probabilities of the trained tokens, sample after sample (M,), and the number of nodes computed."""
-        lay_out = build_tree if self._config.prefix_tree else separate
-        tree = lay_out([sample.ids_T for sample in samples])
-        parameter = self._parameters[0]
-        device = parameter.device
-        attend = TreeAttention(tree, device=device, dtype=parameter.dtype)
-        hidden_NE = self._model.hidden(
-            torch.from_numpy(tree.ids_N).long().to(device), torch.from_numpy(tree.positions_N).long().to(device), attend
-        )
-        predictors, targets, temperatures = [], [], []
-        for sample, nodes_T in zip(samples, tree.sequences, strict=True):
-            where = sample.positions_M
-            if len(where) and where[0] == 0:
-                raise TrainerError(f"rollout {sample.rollout_id}: the first token of a sample cannot be a sampled one")
-            predictors.append(nodes_T[where - 1])
-            targets.append(tree.ids_N[nodes_T[where]])
-            temperatures.append(np.full(len(where), sample.temperature))
-        unique_U, row_M = np.unique(np.concatenate(predictors), return_inverse=True)
-        logits_UV = self._model.logits(hidden_NE.index_select(0, torch.from_numpy(unique_U).to(device)))
-        # One temperature per row: samples that share a predicting node come from one run.
-        heat_U = torch.ones(len(unique_U), dtype=logits_UV.dtype, device=device)
-        rows = torch.from_numpy(row_M).to(device)
-        heat_U[rows] = torch.from_numpy(np.concatenate(temperatures)).to(device, logits_UV.dtype)
-        logits_UV = logits_UV / heat_U[:, None] if bool((heat_U != 1).any()) else logits_UV
-        chosen_M = logits_UV[rows, torch.from_numpy(np.concatenate(targets)).long().to(device)]
-        return chosen_M - torch.logsumexp(logits_UV, dim=-1)[rows], len(tree.ids_N)
-
-    def _backward(self, batch: Sequence[WeightedSample], objective: Objective) -> dict[str, float]:
-        """Adds the gradient of one micro-batch; returns sums over its trained tokens."""
-        logprobs_M, num_nodes = self._trained_logprobs([item.sample for item in batch])
+    def _backward(self, batch: Sequence[WeightedSample], objective: Objective, sums: StepSums) -> None:
+        """Adds the gradient of one micro-batch."""
+        samples = [item.sample for item in batch]
+        packed = self._pack(samples)
+        logits_UV = packed.logits(self._model)
+        logprobs_M = packed.logprobs(logits_UV)
+        present_M = logprobs_M.detach().split([sample.num_trained for sample in samples])
 
         def constant(parts: Sequence[FloatArray]) -> Tensor:
             return torch.from_numpy(np.concatenate(parts)).to(logprobs_M.device, logprobs_M.dtype)
 
-        recorded_M = constant([item.sample.logprobs_M for item in batch])
-        advantages_M = constant([item.advantages_M for item in batch])
+        recorded_M = constant([sample.logprobs_M for sample in samples])
+        tokens = token_loss(
+            logprobs_M,
+            recorded_M,
+            torch.cat(
+                [
+                    present if item.proximal_M is None else constant([item.proximal_M])
+                    for item, present in zip(batch, present_M, strict=True)
+                ]
+            ),
+            constant([item.advantages_M for item in batch]),
+            packed.call_M,
+            objective,
+            reference_M=self._reference_logprobs(packed) if objective.kl > 0 else None,
+        )
         weights_M = constant([np.full(item.sample.num_trained, item.weight) for item in batch])
-        result = token_loss(logprobs_M, recorded_M, advantages_M, objective)
-        loss = (weights_M * result.loss_M).sum()
+        loss = (weights_M * tokens.loss_M).sum()
         loss.backward()
-        with torch.no_grad():
-            gap_M = (logprobs_M - recorded_M).abs()
-            return {
-                "loss": float(loss),
-                "tokens": float(len(logprobs_M)),
-                "unique": float(num_nodes),
-                "total": float(sum(item.sample.num_tokens for item in batch)),
-                "clipped": float(result.clipped_M.sum()),
-                "surprisal": float(-recorded_M.sum()),
-                "gap": float(gap_M.sum()),
-                "gap_max": float(gap_M.max()),
-            }
+        sums.add(
+            samples,
+            loss,
+            tokens,
+            logprobs_M=logprobs_M,
+            recorded_M=recorded_M,
+            entropy_M=packed.entropy(logits_UV),
+            num_nodes=packed.num_nodes,
+        )
+
+    @torch.no_grad()
+    def _reference_logprobs(self, packed: PackedSamples) -> Tensor:
+        if self._reference is None:
+            raise TrainerError("credit.kl > 0 needs the model that the run began with; this engine kept no copy of it")
+        return packed.logprobs(packed.logits(self._reference))
+
+
+def _frozen(model: LanguageModel) -> LanguageModel:
+    copied = copy.deepcopy(model)
+    copied.module.requires_grad_(False)
+    return copied
 
 
 def _trainable(model: LanguageModel, frozen: Sequence[str]) -> list[torch.nn.Parameter]:
@@ -208,20 +225,3 @@ def _trainable(model: LanguageModel, frozen: Sequence[str]) -> list[torch.nn.Par
     if not chosen:
         raise TrainerError(f"train.frozen = {list(frozen)!r} leaves nothing to train")
     return chosen
-
-
-def _metrics(totals: Mapping[str, float], norm: float, rate: float) -> Mapping[str, float]:
-    tokens = max(totals["tokens"], 1.0)
-    return {
-        "loss": totals["loss"],
-        "grad_norm": norm,
-        "learning_rate": rate,
-        "trained_tokens": totals["tokens"],
-        "unique_tokens": totals["unique"],
-        "total_tokens": totals["total"],
-        "unique_ratio": totals["unique"] / totals["total"],
-        "clip_fraction": totals["clipped"] / tokens,
-        "entropy": totals["surprisal"] / tokens,
-        "gap_mean": totals["gap"] / tokens,
-        "gap_max": totals["gap_max"],
-    }

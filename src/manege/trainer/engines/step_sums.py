@@ -1,0 +1,95 @@
+"""Sums over the trained tokens of a step, micro-batch after micro-batch, and the report that they make.
+
+Sampler against trainer: the recorded log-probabilities against those of the present weights. In sync training they
+belong to the same weights, so that the gap is numerical noise; a larger one is a bug, or staleness.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from manege.trainer.algo.samples import Sample
+from manege.trainer.engines.base import StepReport, VersionGap
+from manege.trainer.losses.combine import TokenLoss
+from manege.trainer.losses.kl import k3
+
+__all__ = ["StepSums"]
+
+
+class StepSums:
+    """Of one optimiser step; add micro-batches, then report."""
+
+    def __init__(self) -> None:
+        self._sums: defaultdict[str, float] = defaultdict(float)
+        self._gap_max = 0.0
+        self._gaps: dict[int, VersionGap] = {}
+
+    @property
+    def loss(self) -> float:
+        """So far."""
+        return self._sums["loss"]
+
+    @torch.no_grad()
+    def add(
+        self,
+        samples: Sequence[Sample],
+        loss: Tensor,
+        tokens: TokenLoss,
+        *,
+        logprobs_M: Tensor,
+        recorded_M: Tensor,
+        entropy_M: Tensor,
+        num_nodes: int,
+    ) -> None:
+        """One micro-batch."""
+        gap_M = (logprobs_M - recorded_M).abs()
+        for name, value in {
+            "loss": loss,
+            "clipped": tokens.clipped_M.sum(),
+            "masked": tokens.masked_M.sum(),
+            "mismatch": tokens.weight_M.sum(),
+            "entropy": entropy_M.sum(),
+            "gap": gap_M.sum(),
+            "gap_kl": k3(recorded_M, logprobs_M).sum(),
+            **({} if tokens.kl_M is None else {"kl": tokens.kl_M.sum()}),
+        }.items():
+            self._sums[name] += float(value)
+        self._sums["trained"] += len(gap_M)
+        self._sums["unique"] += num_nodes
+        self._sums["total"] += sum(sample.num_tokens for sample in samples)
+        self._gap_max = max(self._gap_max, float(gap_M.max()))
+        self._add_versions(samples, gap_M)
+
+    def _add_versions(self, samples: Sequence[Sample], gap_M: Tensor) -> None:
+        versions_M = torch.cat([torch.from_numpy(sample.versions_M) for sample in samples]).to(gap_M.device)
+        versions, index_M, counts = versions_M.unique(return_inverse=True, return_counts=True)
+        sums = gap_M.new_zeros(len(versions)).index_add(0, index_M, gap_M)
+        for version, count, total in zip(versions.tolist(), counts.tolist(), sums.tolist(), strict=True):
+            self._gaps[version] = self._gaps.get(version, VersionGap(tokens=0, total=0.0)) + VersionGap(
+                tokens=count, total=total
+            )
+
+    def report(self, *, grad_norm: float, learning_rate: float) -> StepReport:
+        """Means over the trained tokens, under the names of docs/reference/metrics.md."""
+        sums = self._sums
+        metrics = {
+            "loss": sums["loss"],
+            "grad_norm": grad_norm,
+            "learning_rate": learning_rate,
+            "trained_tokens": sums["trained"],
+            "unique_tokens": sums["unique"],
+            "total_tokens": sums["total"],
+            "unique_ratio": sums["unique"] / sums["total"],
+            "clip_fraction": sums["clipped"] / sums["trained"],
+            "masked_fraction": sums["masked"] / sums["trained"],
+            "mismatch_weight_mean": sums["mismatch"] / sums["trained"],
+            "entropy": sums["entropy"] / sums["trained"],
+            "gap_mean": sums["gap"] / sums["trained"],
+            "gap_max": self._gap_max,
+            "gap_kl": sums["gap_kl"] / sums["trained"],
+        }
+        if "kl" in sums:
+            metrics["kl_reference"] = sums["kl"] / sums["trained"]
+        return StepReport(metrics=metrics, gap_by_version=self._gaps)
