@@ -109,12 +109,13 @@ def test_an_answer_that_was_cut_short_is_trained_or_masked_as_the_run_says():
 def test_a_sample_over_the_limit_is_kept_up_to_it_and_the_rest_is_counted():
     calls = [
         make_call("a", [1], [2, 3]),
-        make_call("b", [1, 2, 3, 4], [5, 6, 7]),
+        make_call("b", [1, 2, 3, 4], [5, 6, 7], logprobs=[-1, -2, -3]),
         make_call("c", [1, 2, 3, 4, 5, 6, 7, 8], [9]),
     ]
     [sample], ledger = build(calls, max_tokens=6)
     assert sample.ids_T.tolist() == [1, 2, 3, 4, 5, 6]
     assert sample.positions_M.tolist() == [1, 2, 4, 5]
+    assert sample.logprobs_M.tolist() == [-0.5, -0.5, -1, -2]
     assert ledger.tokens == {Reason.TRAINED: 4, Reason.OVER_LIMIT: 2}
     assert build(calls, max_tokens=1) == ([], build(calls, max_tokens=1)[1])
 
