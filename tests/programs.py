@@ -115,6 +115,11 @@ def ask_once():
         print(json.load(response)["choices"][0]["message"]["content"])
 
 
+def ask_twice():
+    ask_once()
+    ask_once()
+
+
 def ask_and_ignore():
     with contextlib.suppress(urllib.error.HTTPError):
         ask_once()
@@ -193,6 +198,16 @@ def score_unless_poisoned(task, attempt):
     if (attempt.workspace / "poison").exists():
         time.sleep(60)
     return 1.0
+
+
+def score_calls(task, attempt):
+    """What the task says of each call, in their order."""
+    rewards = zip(attempt.calls, task.input["earned"], strict=True)
+    return {"reward": 0.5, "calls": {call.id: value for call, value in rewards}}
+
+
+def score_strangers(task, attempt):
+    return {"reward": 1.0, "calls": {"nobody": 1.0}}
 
 
 def score_crash(task, attempt):

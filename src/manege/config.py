@@ -126,7 +126,8 @@ class ScorerConfig(Section):
     """The program that judges what an attempt left behind."""
 
     run: Program
-    """`module:function` called as f(task, attempt) -> float | None, or a command that prints a JSON number or null."""
+    """`module:function` called as f(task, attempt) -> float | None, or a command that prints a JSON number or null; or,
+    with rewards of single calls, an object {"reward": ..., "calls": {id: number}}."""
     reward_from: Literal["scorer", "agent"] = "scorer"
     """`agent`: the agent posts its own `reward` event, as agents written for Agent Lightning do."""
     success_reward: float = 1.0

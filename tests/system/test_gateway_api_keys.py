@@ -128,6 +128,7 @@ async def test_agents_post_events_but_rewards_only_where_they_judge_themselves(h
     table = [
         ("a", "reward", 403),
         ("own", "reward", 200),
+        ("a", "call_reward", 403),
         ("a", "model_request", 403),
         ("operator", "model_request", 403),
         ("own", "late.call", 403),

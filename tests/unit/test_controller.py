@@ -44,7 +44,7 @@ def test_the_plan_follows_from_leases_and_agents(desired, actual, actions):
 
 @pytest.mark.parametrize(("text", "reward"), [("1", 1.0), ("0.5", 0.5), ("-0.25", -0.25), ("1e3", 1e3), ("null", None)])
 def test_a_verdict_is_a_number_or_none(text, reward):
-    assert parse_verdict(text) == reward
+    assert parse_verdict(text, ()) == Verdict(reward=reward)
 
 
 @pytest.mark.parametrize(
@@ -52,8 +52,31 @@ def test_a_verdict_is_a_number_or_none(text, reward):
     ['"0.5"', "true", "false", "NaN", "Infinity", "-Infinity", "1e999", "9" * 400, "[1]", '{"reward": 1}', "good", ""],
 )
 def test_nonsense_is_not_a_verdict(text):
-    with pytest.raises(ValueError, match="want a finite number or null"):
-        parse_verdict(text)
+    for verdict in (text, '{"reward": %s, "calls": {}}' % (text or '""')):
+        with pytest.raises(ValueError, match="want a finite number or null"):
+            parse_verdict(verdict, ())
+
+
+@pytest.mark.parametrize(("text", "reward"), [("0.5", 0.5), ("null", None)])
+def test_a_verdict_may_say_what_single_calls_earned(text, reward):
+    verdict = parse_verdict(f'{{"reward": {text}, "calls": {{"a": 1, "b": -0.25}}}}', {"a", "b", "c"})
+    assert verdict == Verdict(reward=reward, call_rewards={"a": 1.0, "b": -0.25})
+
+
+@pytest.mark.parametrize(
+    ("calls", "message"),
+    [
+        ('{"a": "1"}', "reward of call 'a' is '1', want a finite number"),
+        ('{"a": true}', "reward of call 'a' is True, want a finite number"),
+        ('{"a": NaN}', "reward of call 'a' is nan, want a finite number"),
+        ('{"a": null}', "reward of call 'a' is None, want a finite number"),
+        ('{"z": 1}', "call 'z', which this attempt did not make"),
+        ("[1]", "want a finite number or null"),
+    ],
+)
+def test_nonsense_is_not_the_reward_of_a_call(calls, message):
+    with pytest.raises(ValueError, match=message):
+        parse_verdict(f'{{"reward": 1, "calls": {calls}}}', {"a"})
 
 
 def ended(**changes):

@@ -83,7 +83,13 @@ class LocalRunner:
                         verdict = await self._score(claim.rollout, config, record, folders)
                         control = await self._control(claim.rollout, config) if verdict.failure else None
                     outcome, message = judge_score(outcome, message, verdict, control)
-                return Ending(outcome=outcome, reward=verdict.reward, message=message, evidence=evidence)
+                return Ending(
+                    outcome=outcome,
+                    reward=verdict.reward,
+                    message=message,
+                    evidence=evidence,
+                    call_rewards=verdict.call_rewards,
+                )
         except (ManegeError, OSError) as error:
             return Ending(outcome=Outcome.INFRA_ERROR, message=str(error), evidence=evidence)
 

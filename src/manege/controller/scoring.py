@@ -1,13 +1,15 @@
 """Run the scorer on what an attempt left, and read its verdict.
 
-A verdict is a finite JSON number, or null for "no verdict". Anything else is never turned into a number: text, NaN,
-infinity and booleans are the scorer's mistake. A scorer that was killed, hung or crashed may have been made to by the
-workspace; whoever calls decides that by scoring a pristine one.
+A verdict is a finite JSON number, or null for "no verdict", or an object of both `reward` (such a verdict) and `calls`
+(finite numbers by the ids of calls of the attempt: what each of them earned). Anything else is never turned into a
+number: text, NaN, infinity, booleans and calls that nobody made are the scorer's mistake. A scorer that was killed,
+hung or crashed may have been made to by the workspace; whoever calls decides that by scoring a pristine one.
 """
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from manege.controller.folders import AttemptFolders
 from manege.controller.record import AttemptRecord
 from manege.sandbox.launcher import Launcher
 from manege.sandbox.spec import Exit, Limits, ProcessSpec, Program
-from manege.types import Task
+from manege.types import CallId, Task
 
 __all__ = ["Verdict", "parse_verdict", "score"]
 
@@ -27,6 +29,8 @@ class Verdict:
 
     reward: float | None
     """Finite; None: no verdict, or no valid one."""
+    call_rewards: Mapping[CallId, float] = field(default_factory=dict)
+    """What single calls earned; finite."""
     failure: str | None = None
     """Why the scorer did not come to an end; None: it did."""
     nonsense: str | None = None
@@ -61,27 +65,38 @@ async def score(
     if text is None:
         return Verdict(reward=None, nonsense="the scorer ended without a verdict; return or print a number or null")
     try:
-        return Verdict(reward=parse_verdict(text))
+        return parse_verdict(text, {call.id for call in record.calls})
     except ValueError as error:
         return Verdict(reward=None, nonsense=str(error))
 
 
-def parse_verdict(text: str) -> float | None:
-    """`"0.5"` -> 0.5, `"null"` -> None. Raises ValueError for anything that is not a finite JSON number or null."""
+def parse_verdict(text: str, call_ids: Collection[CallId]) -> Verdict:
+    """`0.5`, `null`, or `{"reward": 0.5, "calls": {"8f…": 1.0}}` with ids among `call_ids`. Raises ValueError for
+    anything else."""
     try:
         value: Any = json.loads(text)
     except ValueError:
         value = text
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not _is_finite(value):
-        raise ValueError(f"the scorer's verdict is {value!r}, want a finite number or null (no verdict)")
-    return float(value)
+    reward, earned = value, {}
+    if isinstance(value, dict) and value.keys() == {"reward", "calls"} and isinstance(value["calls"], dict):
+        reward, earned = value["reward"], value["calls"]
+    if reward is not None and not _is_finite(reward):
+        raise ValueError(
+            f"the scorer's verdict is {reward!r}, want a finite number or null (no verdict), "
+            "or an object of both `reward` and `calls`"
+        )
+    for call_id, each in earned.items():
+        if not _is_finite(each):
+            raise ValueError(f"the scorer's reward of call {call_id!r} is {each!r}, want a finite number")
+        if call_id not in call_ids:
+            raise ValueError(f"the scorer rewards call {call_id!r}, which this attempt did not make")
+    call_rewards = {CallId(call_id): float(each) for call_id, each in earned.items()}
+    return Verdict(reward=None if reward is None else float(reward), call_rewards=call_rewards)
 
 
-def _is_finite(value: float) -> bool:
+def _is_finite(value: Any) -> bool:
     try:
-        return math.isfinite(value)
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:  # an integer beyond float64
         return False
 
@@ -100,7 +115,7 @@ def _last_line(output: Path) -> str | None:
 
 def _as_json(task: Task, record: AttemptRecord) -> bytes:
     """For a command: what a function gets as arguments, less the token arrays."""
-    calls = [{"request": call.request, "reply": call.reply} for call in record.calls]
+    calls = [{"id": call.id, "request": call.request, "reply": call.reply} for call in record.calls]
     attempt = {
         "workspace": str(record.workspace),
         "stdout": record.stdout,

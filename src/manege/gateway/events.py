@@ -1,9 +1,12 @@
 """Routes of a rollout's log: agents and operators append, operators read (in Agent Lightning's shapes).
 
 Nobody writes `model_request`, since calls are shown so. An agent may not write what only we may say (`late.*`,
-`policy.*`, `call.*`), and a reward only where the run lets its agents judge themselves.
+`policy.*`, `call.*`), and rewards only where the run lets its agents judge themselves: `reward` {"value": number} of
+the rollout, `call_reward` {"call": id, "value": number} of one call. The last one counts, so sending it again does no
+harm. A call's id is that of its answer, as the agent saw it; it is kept without what protocols put before it.
 """
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
@@ -17,7 +20,7 @@ from manege.gateway.auth import AgentIdentity
 from manege.gateway.declare import asks, takes
 from manege.gateway.services import Services
 from manege.http import answer, validated
-from manege.types import Event, RolloutId
+from manege.types import CallId, Event, RolloutId
 
 __all__ = ["event_routes"]
 
@@ -37,6 +40,10 @@ class _Reward(BaseModel):
     value: Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
+class _CallReward(_Reward):
+    call: Annotated[str, Field(min_length=1, max_length=200)]
+
+
 class _LogQuery(BaseModel):
     model_config = ConfigDict(use_attribute_docstrings=True)
 
@@ -46,7 +53,9 @@ class _LogQuery(BaseModel):
     """`triplet`: prompt, response and reward per call."""
 
 
-_REWARD = TypeAdapter(_Reward)
+_REWARD, _CALL_REWARD = TypeAdapter(_Reward), TypeAdapter(_CallReward)
+_BEFORE_ID = re.compile(r"^(chatcmpl-|cmpl-|resp_|msg_)")
+"""What protocols put before a call's id; Gemini's shows it as it is."""
 
 
 def event_routes(services: Services) -> list[Route]:
@@ -65,19 +74,22 @@ class _Events:
 
     @takes(_NewEvent, MAX_EVENT_BYTES)
     async def append(self, _request: Request, body: _NewEvent, identity: AgentIdentity) -> Response:
-        """Append to an attempt's log, also with the agent's key; a `reward` only where `reward_from` is `agent`."""
+        """Append to an attempt's log, also with the agent's key; rewards only where `reward_from` is `agent`."""
         services = self._services
         if body.event_type == CALL_EVENT:
             raise ForbiddenError(f"events of type {CALL_EVENT!r} are calls that the gateway recorded; use another name")
         if not identity.is_operator:
             _check_agent_may(identity, body.event_type)
+        data = body.data
         if body.event_type == "reward":
-            validated(_REWARD, body.data)
+            validated(_REWARD, data)
+        if body.event_type == "call_reward":
+            data = data | {"call": await self._rewarded_call(identity, validated(_CALL_REWARD, data).call)}
         event = Event(
             rollout_id=identity.rollout_id,
             attempt=identity.attempt,
             event_type=body.event_type,
-            data=body.data,
+            data=data,
             timestamp_s=services.clock(),
         )
         await services.store.add_event(event)
@@ -95,11 +107,17 @@ class _Events:
         views = [view for view in views if wanted in (None, view["event_type"])]
         return answer(lightning.triplets(views) if query.format else views)
 
+    async def _rewarded_call(self, identity: AgentIdentity, shown: str) -> CallId:
+        """Raises UnprocessableError for one that the attempt did not make."""
+        call_id = CallId(_BEFORE_ID.sub("", shown))
+        await self._services.store.check_calls(identity.rollout_id, identity.attempt, [call_id])
+        return call_id
+
 
 def _check_agent_may(identity: AgentIdentity, event_type: str) -> None:
     if event_type.startswith(OUR_EVENTS):
         raise ForbiddenError(f"events of type {event_type!r} are written by the gateway; choose another name")
-    if event_type == "reward" and identity.rollout.spec.reward_from != "agent":
+    if event_type in ("reward", "call_reward") and identity.rollout.spec.reward_from != "agent":
         raise ForbiddenError(
-            'this run is judged by its scorer; an agent may post its reward only with scorer.reward_from = "agent"'
+            'this run is judged by its scorer; an agent may post rewards only with scorer.reward_from = "agent"'
         )

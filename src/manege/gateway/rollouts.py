@@ -20,7 +20,7 @@ from manege.gateway.services import Services
 from manege.http import answer
 from manege.store.base import Ending, TerminalPage
 from manege.store.codec import encode_call
-from manege.types import TERMINAL, JsonObject, Outcome, Rollout, RolloutId, RolloutSpec, RolloutState, RunId
+from manege.types import TERMINAL, CallId, JsonObject, Outcome, Rollout, RolloutId, RolloutSpec, RolloutState, RunId
 
 __all__ = ["rollout_routes"]
 
@@ -28,6 +28,7 @@ __all__ = ["rollout_routes"]
 Limit = Annotated[int, Field(ge=1, le=1000)]
 Position = Annotated[int, Field(ge=0, lt=2**63)]
 """What SQLite can count."""
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 
 
 class _Query(BaseModel):
@@ -59,9 +60,10 @@ class _Finish(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     outcome: Outcome
-    reward: Annotated[float, Field(strict=True, allow_inf_nan=False)] | None = None
+    reward: Number | None = None
     message: str | None = None
     evidence: dict[str, Any] = Field(default_factory=dict)
+    call_rewards: dict[CallId, Number] = Field(default_factory=dict)
 
 
 class _RolloutIds(BaseModel):
@@ -176,7 +178,13 @@ class _Rollouts:
     @takes(_Finish)
     async def finish(self, request: Request, body: _Finish) -> Response:
         """End an attempt with its outcome, reward and evidence; an infrastructure failure may queue another one."""
-        ending = Ending(outcome=body.outcome, reward=body.reward, message=body.message, evidence=body.evidence)
+        ending = Ending(
+            outcome=body.outcome,
+            reward=body.reward,
+            message=body.message,
+            evidence=body.evidence,
+            call_rewards=body.call_rewards,
+        )
         rollout = await self._store.finish(_rollout_id(request), path_attempt(request), ending)
         return answer(self._changed(rollout))
 

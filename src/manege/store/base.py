@@ -3,10 +3,10 @@
 The store itself is `sql.SqlStore`; PostgreSQL will come through the same code, so there is no second definition of it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from manege.types import JsonObject, Outcome, Rollout, RunId
+from manege.types import CallId, JsonObject, Outcome, Rollout, RunId
 
 __all__ = ["Ending", "Run", "TerminalPage"]
 
@@ -32,6 +32,8 @@ class Ending:
     """One line for people."""
     evidence: JsonObject = field(default_factory=dict)
     """Added to what the rollout has already."""
+    call_rewards: Mapping[CallId, float] = field(default_factory=dict)
+    """Finite numbers for single calls of this attempt; they become `call_reward` events when the rollout ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

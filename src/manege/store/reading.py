@@ -5,7 +5,7 @@ the writer, nor it for them (SQLite's WAL), so a folder can be read while its tr
 """
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
 from pathlib import Path
@@ -19,7 +19,7 @@ from manege.errors import ConfigError, ManegeError, NotFoundError
 from manege.store import calls, rollouts, tables
 from manege.store.base import Run, TerminalPage
 from manege.store.dialect import explain, open_engine
-from manege.types import Call, Event, PolicyVersion, Rollout, RolloutId, RolloutState, RunId
+from manege.types import Call, CallId, Event, PolicyVersion, Rollout, RolloutId, RolloutState, RunId
 
 __all__ = ["StoreReader", "check_schema", "read_run"]
 
@@ -109,6 +109,10 @@ class StoreReader:
             statement = statement.where(table.c.event_type == event_type)
         rows = await self._read(lambda connection: connection.execute(statement).mappings().all())
         return [Event(**{**row, "data": orjson.loads(row["data"])}) for row in rows]
+
+    async def check_calls(self, rollout_id: RolloutId, attempt: int, call_ids: Collection[CallId]) -> None:
+        """Raises UnprocessableError that names the first of them that is no call of this attempt."""
+        await self._read(lambda connection: rollouts.check_calls(connection, rollout_id, attempt, call_ids))
 
     async def policy_version(self) -> PolicyVersion:
         """The last published version; 0 before the first."""

@@ -6,22 +6,33 @@ completion in the same transaction: numbers become visible in their order, so th
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 import orjson
 from sqlalchemy import Connection, Row, Select, and_, bindparam, delete, insert, select, update
 
-from manege.errors import ConflictError, NotFoundError
+from manege.errors import ConflictError, NotFoundError, UnprocessableError
 from manege.store.base import Ending
 from manege.store.changes import note_change
 from manege.store.codec import SPEC, dumps
 from manege.store.tables import calls, counters, events, rollouts
-from manege.types import TERMINAL, TRANSITIONS, JsonObject, Outcome, Rollout, RolloutId, RolloutSpec, RolloutState
+from manege.types import (
+    TERMINAL,
+    TRANSITIONS,
+    CallId,
+    JsonObject,
+    Outcome,
+    Rollout,
+    RolloutId,
+    RolloutSpec,
+    RolloutState,
+)
 
 __all__ = [
     "cancel",
+    "check_calls",
     "claim",
     "count",
     "count_up",
@@ -135,10 +146,12 @@ def grant_leases(connection: Connection, now_s: float) -> None:
 
 
 def finish(connection: Connection, rollout_id: RolloutId, attempt: int, ending: Ending, now_s: float) -> Rollout:
-    """End the current attempt. Raises ConflictError for another attempt or a terminal rollout."""
+    """End the current attempt. Raises ConflictError for another attempt or a terminal rollout, UnprocessableError for
+    rewards of calls that it did not make."""
     rollout = get(connection, rollout_id)
     if rollout.attempt != attempt:
         raise ConflictError(f"attempt {attempt} of rollout {rollout_id} is over; the current one is {rollout.attempt}")
+    check_calls(connection, rollout_id, attempt, ending.call_rewards)
     _end_attempt(connection, rollout, ending, now_s)
     return get(connection, rollout_id)
 
@@ -149,6 +162,17 @@ def cancel(connection: Connection, rollout_id: RolloutId, now_s: float) -> Rollo
     if rollout.state not in TERMINAL:
         _end(connection, rollout, Ending(outcome=Outcome.CANCELLED, message="cancelled"), now_s)
     return get(connection, rollout_id)
+
+
+def check_calls(connection: Connection, rollout_id: RolloutId, attempt: int, call_ids: Collection[CallId]) -> None:
+    """Raises UnprocessableError that names the first of them that is no call of this attempt."""
+    known = select(calls.c.id).where(calls.c.rollout_id == rollout_id, calls.c.attempt == attempt)
+    unknown = sorted(set(call_ids).difference(connection.execute(known.where(calls.c.id.in_(call_ids))).scalars()))
+    if unknown:
+        raise UnprocessableError(
+            f"attempt {attempt} of rollout {rollout_id} has no call {unknown[0]!r}; a call's id is the one that its "
+            "answer has, or that the scorer finds in its record"
+        )
 
 
 def remove(connection: Connection, rollout_id: RolloutId) -> None:
@@ -206,6 +230,10 @@ def _end(connection: Connection, rollout: Rollout, ending: Ending, now_s: float)
     if reward is None:
         reward = outcome.default_reward
     assert reward is None or math.isfinite(reward)
+    for call_id, value in ending.call_rewards.items():
+        data = dumps({"call": call_id, "value": value, "source": "scorer"})
+        key = {"rollout_id": rollout.spec.id, "attempt": rollout.attempt, "event_type": "call_reward"}
+        connection.execute(insert(events).values(**key, data=data, timestamp_s=now_s))
     completion = count_up(connection, "completion")
     values = {"outcome": outcome, "reward": reward, "ended_s": now_s, "completion": completion}
     _leave(connection, rollout, ending, state=outcome.state, **values)

@@ -5,11 +5,11 @@ completion. Concurrency: one task reads the feed; `start` and `next_group` are c
 """
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from manege.client import Client
-from manege.types import Call, GroupId, Rollout, RolloutId, RolloutSpec, RunId, Task
+from manege.types import Call, CallId, GroupId, Rollout, RolloutId, RolloutSpec, RunId, Task
 
 __all__ = ["Group", "GroupFeed"]
 
@@ -24,14 +24,26 @@ class Group:
     task: Task
     rollouts: Sequence[Rollout]
     calls: Sequence[Sequence[Call]]
-    """Parallel to `rollouts`."""
+    """Parallel to `rollouts`, as is ..."""
+    call_rewards: Sequence[Mapping[CallId, float]] = ()
+    """... what single calls earned; empty: nobody asked."""
 
 
 class GroupFeed:
     """Rollouts of one run, asked for and given back group by group."""
 
-    def __init__(self, client: Client, run: RunId, *, cursor: int, reward_from: str, max_attempts: int) -> None:
-        self._client, self._run = client, run
+    def __init__(
+        self,
+        client: Client,
+        run: RunId,
+        *,
+        cursor: int,
+        reward_from: str,
+        max_attempts: int,
+        call_rewards: bool = False,
+    ) -> None:
+        """`call_rewards`: fetch what single calls earned, a request per rollout."""
+        self._client, self._run, self._call_rewards = client, run, call_rewards
         self._cursor = cursor
         self._reward_from, self._max_attempts = reward_from, max_attempts
         self._open: dict[GroupId, tuple[Task, set[RolloutId], list[Rollout]]] = {}
@@ -66,7 +78,12 @@ class GroupFeed:
         task, _, rollouts = self._open.pop(self._complete.pop(0))
         rollouts = sorted(rollouts, key=lambda rollout: rollout.spec.id)
         calls = await self._client.calls([rollout.spec.id for rollout in rollouts])
-        return Group(task=task, rollouts=rollouts, calls=[calls.get(rollout.spec.id, []) for rollout in rollouts])
+        return Group(
+            task=task,
+            rollouts=rollouts,
+            calls=[calls.get(rollout.spec.id, []) for rollout in rollouts],
+            call_rewards=[await self._earned(rollout.spec.id) for rollout in rollouts if self._call_rewards],
+        )
 
     async def cancel_open(self) -> None:
         """Give up what has not ended."""
@@ -74,6 +91,11 @@ class GroupFeed:
             for rollout_id in waiting:
                 await self._client.cancel(rollout_id)
         self._open.clear()
+
+    async def _earned(self, rollout_id: RolloutId) -> Mapping[CallId, float]:
+        """The last word on each call counts."""
+        events = await self._client.events(rollout_id, "call_reward")
+        return {CallId(event.data["call"]): float(event.data["value"]) for event in events}
 
     def _take(self, rollout: Rollout) -> None:
         group = rollout.spec.group
