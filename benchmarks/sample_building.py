@@ -53,6 +53,13 @@ def measure_kind(pythons, rollouts, repeats, folder):
     return results
 
 
+def summary(repeated, sampled):
+    """Medians of one side; every sampled token must be trained."""
+    medians = {key: statistics.median(each[key] for each in repeated) for key in repeated[0]}
+    assert medians["trained"] == sampled, f"{sampled} tokens were sampled, {medians} are in the batch"
+    return medians
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="16 rollouts of 10 turns and up to 4k tokens, one repeat")
@@ -67,8 +74,8 @@ def main():
         pythons["reference"] = arguments.reference
     print(f"{sizes}, medians of {repeats}, load {os.getloadavg()[0]:.1f}")
     print(
-        "| rollouts | unique tokens | side | samples | seconds | times ours | peak MB | bytes per unique token |\n"
-        "|---|---|---|---|---|---|---|---|"
+        "| rollouts | unique tokens | side | samples | seconds | times ours | CPU s | times ours | peak MB "
+        "| bytes per unique token |\n|---|---|---|---|---|---|---|---|---|---|"
     )
     with tempfile.TemporaryDirectory() as folder:
         for seed, kind in enumerate(KINDS):
@@ -76,13 +83,13 @@ def main():
             unique = unique_tokens(rollouts)
             sampled = sum(len(call.response) for rollout in rollouts for call in rollout)
             results = measure_kind(pythons, rollouts, repeats, folder)
-            ours = statistics.median(result["seconds"] for result in results["ours"])
-            for name, repeated in results.items():
-                assert all(result["trained"] == sampled for result in repeated), f"{name} lost tokens: {repeated}"
-                seconds, peak = (statistics.median(each[key] for each in repeated) for key in ("seconds", "peak_bytes"))
+            medians = {name: summary(repeated, sampled) for name, repeated in results.items()}
+            for name, median in medians.items():
+                ratios = [median[key] / medians["ours"][key] for key in ("seconds", "cpu_seconds")]
                 print(
-                    f"| {kind} | {unique} | {name} | {repeated[0]['samples']} | {seconds:.3f} | {seconds / ours:.1f} | "
-                    f"{peak / 1e6:.1f} | {peak / unique:.1f} |",
+                    f"| {kind} | {unique} | {name} | {median['samples']} | {median['seconds']:.3f} | {ratios[0]:.1f} | "
+                    f"{median['cpu_seconds']:.3f} | {ratios[1]:.1f} | {median['peak_bytes'] / 1e6:.1f} | "
+                    f"{median['peak_bytes'] / unique:.1f} |",
                     flush=True,
                 )
     print(f"load after {os.getloadavg()[0]:.1f}")

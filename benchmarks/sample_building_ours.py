@@ -64,7 +64,7 @@ def our_call(name, turn, call):
 
 def build(groups):
     batch = build_batch(groups, CreditConfig(), success_reward=1.0, rng=random.Random(0))
-    sequences = [item.sample.ids_T for item in batch.samples]
+    sequences = (item.sample.ids_T for item in batch.samples)
     batches = micro_batches(sequences, MICRO_BATCH_TOKENS, share=True)
     trained = sum(packed([batch.samples[index] for index in indices]) for indices in batches)
     return {"samples": len(batch.samples), "trained": trained}
@@ -78,7 +78,11 @@ def packed(items):
     np.unique(np.concatenate([nodes_T[where - 1] for where, nodes_T in positions]), return_inverse=True)
     np.concatenate([item.sample.logprobs_M for item in items])
     np.concatenate([item.advantages_M for item in items])
-    np.concatenate([np.full(item.sample.num_trained, item.weight) for item in items])
+    for name in ("weight", "temperature"):
+        values = [getattr(item if name == "weight" else item.sample, name) for item in items]
+        np.concatenate([np.full(item.sample.num_trained, value) for item, value in zip(items, values, strict=True)])
+    calls = [span.stop - span.start for item in items for span in item.sample.spans]
+    np.repeat(np.arange(len(calls)), calls)
     return len(targets_M)
 
 

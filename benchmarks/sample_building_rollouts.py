@@ -1,4 +1,4 @@
-"""Rollouts as harnesses leave them, for the benchmark of sample building; needs numpy only, so any interpreter reads it.
+"""Rollouts as harnesses leave them, for the benchmark of sample building; numpy only, so that any Python reads them.
 
 A rollout is a list of calls in the order of their answers; a call is (prompt ids, response ids, log-probabilities). All
 kinds have the same number of calls and grow to a length drawn between a quarter and the whole of the limit:

@@ -1,9 +1,9 @@
 """One side of the benchmark of sample building, in a process of its own.
 
 For every line on stdin the side reads the rollouts from the file, gives them the form in which it gets them (not
-timed), builds, and prints one line of JSON: seconds, the highest memory above that before (of the resident set, so that
-it counts what numpy and torch allocate; Linux only), and what came out. The input is made anew for every repeat, since
-the reference's adapter appends to the lists that it is given.
+timed), builds, and prints one line of JSON: seconds by the clock and of CPU, the highest memory above that before (of
+the resident set, so that it counts what numpy and torch allocate; Linux only), and what came out. The input is made
+anew for every repeat, since the reference's adapter appends to the lists that it is given.
 """
 
 import contextlib
@@ -27,12 +27,13 @@ def serve(load, build):
         loaded = load(*read_rollouts(sys.argv[1]))
         before = _settled_memory()
         with contextlib.redirect_stdout(io.StringIO()):  # the reference prints
-            started = time.perf_counter()
+            started, started_cpu = time.perf_counter(), time.process_time()
             result = build(loaded)
-            seconds = time.perf_counter() - started
+            seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - started_cpu
         peak = _memory("VmHWM") - before
         del loaded
-        print(json.dumps({"seconds": seconds, "peak_bytes": peak, **result}), flush=True)
+        measured = {"seconds": seconds, "cpu_seconds": cpu_seconds, "peak_bytes": peak}
+        print(json.dumps(measured | result), flush=True)
 
 
 def _settled_memory():
