@@ -54,4 +54,5 @@ def test_the_tree_keeps_no_array_that_it_was_given():
     tree, sequence = TokenTree(), np.arange(5, dtype=np.int32)
     tree.add(sequence, 0)
     sequence[:] = 9
-    assert tree.add(np.arange(5, dtype=np.int32), 1).num_shared == 5
+    assert tree.add(sequence, 1).num_shared == 0
+    assert tree.add(np.arange(5, dtype=np.int32), 2).num_shared == 5

@@ -45,25 +45,36 @@ class TokenTree:
 
     def __init__(self) -> None:
         self._root = _Node(np.empty(0, np.int32), 0, None)
+        # Most sequences continue the one before them: one comparison with it instead of one per node of its path.
+        self._path = [self._root]
+        self._last_T = self._room_T = np.empty(0, np.int32)
         self.num_tokens = 0
         """Distinct (prefix, token) pairs added so far."""
 
     def add(self, ids_T: IntArray, item: int) -> Placed:
         """Add a sequence; the tree keeps a copy of what is new in it."""
-        node, prefixes = self._root, []
+        as_last = shared_length(self._last_T, ids_T)
+        path = [node for node in self._path if node.end <= as_last]
+        node = path[-1]
         while node.end < len(ids_T) and (child := node.children.get(int(ids_T[node.end]))):
             num_equal = shared_length(child.ids_T, ids_T[node.end :])
             node = child if num_equal == len(child.ids_T) else _split(node, child, num_equal)
-            if node.items:
-                prefixes.append((node.end, tuple(node.items)))
-        placed = Placed(num_shared=node.end, nearest=node.owner, prefixes=prefixes)
+            path.append(node)
+        placed = Placed(
+            num_shared=node.end,
+            nearest=node.owner,
+            prefixes=[(node.end, tuple(node.items)) for node in path[1:] if node.items],
+        )
         if node.end < len(ids_T):
             rest = ids_T[node.end :].copy()
             self.num_tokens += len(rest)
             leaf = _Node(rest, len(ids_T), item)
             node.children[int(rest[0])] = leaf
             node = leaf
+            path.append(leaf)
         node.items.append(item)
+        self._path = path
+        self._remember(ids_T, as_last)
         return placed
 
     def in_order(self) -> Sequence[tuple[int, int]]:
@@ -79,6 +90,15 @@ class TokenTree:
                 shared = node.end
             stack += [(node.children[token], node.end) for token in sorted(node.children, reverse=True)]
         return found
+
+    def _remember(self, ids_T: IntArray, as_last: int) -> None:
+        """Copies only what differs from the last sequence, so that this stays linear in what is new."""
+        if len(ids_T) > len(self._room_T):
+            room_T = np.empty(2 * len(ids_T), np.int32)
+            room_T[:as_last] = self._room_T[:as_last]
+            self._room_T = room_T
+        self._room_T[as_last : len(ids_T)] = ids_T[as_last:]
+        self._last_T = self._room_T[: len(ids_T)]
 
 
 def shared_length(a: IntArray, b: IntArray) -> int:

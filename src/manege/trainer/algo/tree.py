@@ -17,7 +17,7 @@ import numpy.typing as npt
 from manege.trainer.algo.token_tree import TokenTree
 from manege.types import IntArray
 
-__all__ = ["PrefixTree", "Segment", "build_tree", "in_prefix_order", "separate"]
+__all__ = ["PrefixTree", "Segment", "build_tree", "separate"]
 
 Indices = npt.NDArray[np.int64]
 
@@ -51,7 +51,7 @@ def separate(sequences: Sequence[IntArray]) -> PrefixTree:
     return _lay_out(sequences, share=False)
 
 
-def in_prefix_order(sequences: Sequence[IntArray]) -> Sequence[tuple[int, int]]:
+def _in_prefix_order(sequences: Sequence[IntArray]) -> Sequence[tuple[int, int]]:
     """(index, tokens shared with the sequence before it), in lexicographic order: sequences with a common prefix become
     neighbours, and a sequence shares with all that came before it exactly what it shares with its neighbour."""
     tree = TokenTree()
@@ -64,7 +64,7 @@ def _lay_out(sequences: Sequence[IntArray], *, share: bool) -> PrefixTree:
     nodes: list[Indices] = [np.empty(0, np.int64)] * len(sequences)
     ids, positions, segments = [np.empty(0, np.int32)], [np.empty(0, np.int32)], []
     size, before = 0, np.empty(0, np.int64)
-    for index, num_shared in in_prefix_order(sequences):
+    for index, num_shared in _in_prefix_order(sequences):
         sequence = sequences[index]
         prefix = before[: num_shared if share else 0]
         num_new = len(sequence) - len(prefix)
