@@ -18,16 +18,18 @@ from manege.client import Client
 from manege.config import RunConfig
 from manege.errors import ManegeError, TrainerError
 from manege.logs import get_logger, kv
-from manege.trainer.batch import Batch, build_batch, diagnose
+from manege.trainer.batch import Batch, build_batch, is_informative
 from manege.trainer.checkpoint import TrainerState, latest_checkpoint, load_checkpoint, save_checkpoint
 from manege.trainer.collect import Group, GroupFeed
+from manege.trainer.diagnosis import check_trained, diagnose
 from manege.trainer.engines.base import TrainEngine
 from manege.trainer.evaluate import evaluate, wilson
 from manege.trainer.metrics import MetricsFile, read_metrics
 from manege.trainer.objective import objective_of
 from manege.trainer.plot import plot_curve
-from manege.trainer.schedule import Schedule, SyncSchedule
+from manege.trainer.schedule import Drawn, Schedule, SyncSchedule
 from manege.trainer.tasks import task_order
+from manege.trainer.update import run_update
 from manege.types import PolicyVersion, RunId, Task
 
 __all__ = ["Observer", "Trainer"]
@@ -92,6 +94,8 @@ class Trainer:
         self._metrics = MetricsFile(self._paths.metrics)
         self._train_tasks, self._heldout_tasks = train_tasks, heldout_tasks
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="train-engine")
+        self._max_sample_tokens = config.train.max_sample_tokens or engine.capabilities.max_sample_tokens
+        self._warned = False
         self._version = PolicyVersion(0)
         self._state = TrainerState(step=0, tasks_taken=0, cursor=0, train_s=0.0, successes=[])
 
@@ -105,6 +109,7 @@ class Trainer:
             cursor=await self._skip_old_rollouts(),
             reward_from=self._config.scorer.reward_from,
             max_attempts=self._config.controller.max_attempts,
+            call_rewards=self._config.credit.advantage == "returns",
         )
         try:
             if self._state.step == 0:
@@ -124,23 +129,53 @@ class Trainer:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
     async def _train(self, feed: GroupFeed) -> None:
-        schedule: Schedule = SyncSchedule(feed, lambda: self._start_group(feed), self._config.train.groups)
+        schedule: Schedule = SyncSchedule(
+            lambda: self._start_group(feed), feed.next_group, self._config.train.groups, keep=self._is_worth_training
+        )
         rng = random.Random(f"{self._config.seed}:shuffle:{self._state.step}")
         while not self._finished():
             self._observer.on_phase("collecting rollouts")
             started = self._clock()
-            groups = await schedule.next_batch()
+            drawn = await schedule.next_batch()
             collected = self._clock()
-            diagnose(groups, self._config.train.max_failed_fraction)
-            batch = build_batch(groups, self._config.credit, success_reward=self._config.scorer.success_reward, rng=rng)
+            batch = self._build(drawn, rng)
             self._observer.on_phase("updating the model")
             update = await self._update(batch)
-            self._finish_step(groups, batch, update, collected - started, self._clock() - collected)
+            self._finish_step(drawn, batch, update, collected - started, self._clock() - collected)
             await self._checkpoint_if_due()
             every = self._config.evaluation.every
             if every and self._state.step % every == 0 and not self._finished():
                 interim = self._heldout_tasks[: self._config.evaluation.num_interim]
                 await self._evaluate(feed, self._config.evaluation.temperatures[0], interim)
+
+    def _build(self, drawn: Drawn, rng: random.Random) -> Batch:
+        """Raises TrainerError where there is too little to train on."""
+        diagnose([*drawn.groups, *drawn.replaced], self._config.train.max_failed_fraction)
+        batch = build_batch(
+            drawn.groups,
+            self._config.credit,
+            success_reward=self._config.scorer.success_reward,
+            rng=rng,
+            num_mini_batches=self._config.train.mini_batches,
+            max_sample_tokens=self._max_sample_tokens,
+            replaced=drawn.replaced,
+        )
+        check_trained(batch.ledger, self._config.credit.min_trained_fraction)
+        if batch.metrics["lone_groups"] and not self._warned:
+            self._warned = True
+            _log.warning(
+                kv(
+                    "groups with a single verdict teach nothing: there is nothing to compare it with (said once; see "
+                    "the metric lone_groups)",
+                    groups=batch.metrics["lone_groups"],
+                    step=self._state.step + 1,
+                )
+            )
+        return batch
+
+    def _is_worth_training(self, group: Group) -> bool:
+        credit = self._config.credit
+        return credit.zero_variance == "keep" or is_informative(group, credit, self._max_sample_tokens)
 
     async def _start_group(self, feed: GroupFeed) -> None:
         [index] = task_order(len(self._train_tasks), self._state.tasks_taken, 1, seed=self._config.seed)
@@ -153,36 +188,38 @@ class Trainer:
         )
 
     async def _update(self, batch: Batch) -> Mapping[str, Any]:
-        """One optimiser step and the new weights in service; without a gradient there is nothing to do."""
+        """The optimiser steps and the new weights in service; without a gradient there is nothing to do."""
         if not batch.samples:
             _log.info(kv("step skipped: all rewards of every group are equal", step=self._state.step + 1))
-            return {}
+            return {"optimiser_steps": 0}
         objective = objective_of(self._config.credit)
         await self._client.pause()
         try:
-            report = await self._in_engine(self._engine.step, batch.samples, objective)
+            report = await self._in_engine(run_update, self._engine, batch.mini_batches, objective)
             gaps = report.gap_by_distance(self._version)
             self._version = await self._client.publish(self._engine.publish())
         finally:
             await asyncio.shield(self._client.resume())
-        return {**report.metrics, "gap_by_distance": gaps}
+        num_steps = sum(bool(part) for part in batch.mini_batches)
+        return {**report.metrics, "gap_by_distance": gaps, "optimiser_steps": num_steps}
 
     def _finish_step(
         self,
-        groups: Sequence[Group],
+        drawn: Drawn,
         batch: Batch,
         update: Mapping[str, Any],
         collect_s: float,
         update_s: float,
     ) -> None:
         step = self._state.step + 1
+        ended = [rollout for group in [*drawn.groups, *drawn.replaced] for rollout in group.rollouts]
         successes = [*self._state.successes, batch.metrics["success_rate"]]
         self._state = dataclasses.replace(
             self._state,
             step=step,
             train_s=self._state.train_s + collect_s + update_s,
             successes=successes,
-            cursor=max(rollout.completion or 0 for group in groups for rollout in group.rollouts),
+            cursor=max(rollout.completion or 0 for rollout in ended),
         )
         self._emit(
             {
@@ -193,6 +230,7 @@ class Trainer:
                 "collect_s": collect_s,
                 "update_s": update_s,
                 "tokens_per_s": batch.metrics["sampled_tokens"] / max(collect_s, 1e-9),
+                "refilled_groups": len(drawn.replaced),
                 **batch.metrics,
                 **update,
             }
@@ -290,8 +328,11 @@ def _check_capabilities(config: RunConfig, engine: TrainEngine) -> None:
         )
     if config.credit.kl > 0 and not can.reference:
         raise TrainerError(f"credit.kl = {config.credit.kl}: this train engine keeps no reference; set it to 0")
-    if (config.model.max_context or 0) > can.max_sample_tokens:
-        raise TrainerError(
-            f"model.max_context = {config.model.max_context}: the train engine takes samples of at most "
-            f"{can.max_sample_tokens} tokens"
-        )
+    for key, tokens in (
+        ("model.max_context", config.model.max_context),
+        ("train.max_sample_tokens", config.train.max_sample_tokens),
+    ):
+        if (tokens or 0) > can.max_sample_tokens:
+            raise TrainerError(
+                f"{key} = {tokens}: the train engine takes samples of at most {can.max_sample_tokens} tokens"
+            )

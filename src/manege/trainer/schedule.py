@@ -1,33 +1,66 @@
 """When rollouts are asked for, and which groups an update trains on.
 
 The loop asks a schedule for the groups of the next step and never waits for anything else. `sync`: make B groups, wait
-for all of them.
+for all of them. A schedule may replace groups that teach nothing by new ones.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from manege.trainer.collect import Group, GroupFeed
+from manege.trainer.collect import Group
 
-__all__ = ["Schedule", "SyncSchedule"]
+__all__ = ["Drawn", "Schedule", "SyncSchedule"]
+
+_MAX_REPLACED = 2
+"""Per group of a step: where most groups are constant, a step ends all the same."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drawn:
+    """The groups of one step."""
+
+    groups: Sequence[Group]
+    """To train on; always as many as a step has."""
+    replaced: Sequence[Group]
+    """Others that ended for this step and taught nothing."""
 
 
 class Schedule(Protocol):
     """Decides what is in flight."""
 
-    async def next_batch(self) -> Sequence[Group]:
-        """The groups that the next update trains on."""
+    async def next_batch(self) -> Drawn:
+        """What the next update trains on."""
         ...
 
 
 class SyncSchedule:
     """Inference and training take turns; every token is sampled by the newest weights."""
 
-    def __init__(self, feed: GroupFeed, start_group: Callable[[], Awaitable[None]], num_groups: int) -> None:
-        self._feed, self._start_group, self._num_groups = feed, start_group, num_groups
+    def __init__(
+        self,
+        start_group: Callable[[], Awaitable[None]],
+        next_group: Callable[[], Awaitable[Group]],
+        num_groups: int,
+        *,
+        keep: Callable[[Group], bool] = lambda _: True,
+    ) -> None:
+        """`start_group` asks for the next task's rollouts, `next_group` waits for a complete group. `keep` says whether
+        one is worth training on: others are replaced, at most 2 `num_groups` per step, and then taken as they are."""
+        self._start_group, self._next_group = start_group, next_group
+        self._num_groups, self._keep = num_groups, keep
 
-    async def next_batch(self) -> Sequence[Group]:
+    async def next_batch(self) -> Drawn:
         """See Schedule."""
         for _ in range(self._num_groups):
             await self._start_group()
-        return [await self._feed.next_group() for _ in range(self._num_groups)]
+        groups: list[Group] = []
+        replaced: list[Group] = []
+        while len(groups) < self._num_groups:
+            group = await self._next_group()
+            if len(replaced) == _MAX_REPLACED * self._num_groups or self._keep(group):
+                groups.append(group)
+            else:
+                replaced.append(group)
+                await self._start_group()
+        return Drawn(groups=groups, replaced=replaced)

@@ -1,0 +1,62 @@
+"""Stop instead of training on nothing: what most of a step lacks, and what to do about it."""
+
+from collections.abc import Mapping, Sequence
+
+from manege.errors import TrainerError
+from manege.trainer.algo.ledger import Ledger, Reason
+from manege.trainer.collect import Group
+from manege.trainer.credit import verdict
+
+__all__ = ["REMEDIES", "check_trained", "diagnose"]
+
+_NUM_SHOWN = 3
+
+REMEDIES: Mapping[Reason, str] = {
+    Reason.NOT_DELIVERED: "agents gave up waiting: raise their request timeout, or lower controller.slots",
+    Reason.RETRIED: "agents asked again before they were answered: raise their request timeout or lower their retries",
+    Reason.CUT_SHORT: 'raise sampling.max_new_tokens, or set credit.cut_short = "train"',
+    Reason.OVER_LIMIT: "raise train.max_sample_tokens, as far as the train engine goes, or lower model.max_context",
+    Reason.CONSTRAINED: "let the agent ask without forced tools or response formats",
+    Reason.SIDE_CALL: 'set credit.side_calls = "train"',
+    Reason.NO_IDS: "use an engine that returns token ids; events `call.without_ids` say what this one did",
+    Reason.NO_LOGPROBS: "use an engine that returns the log-probability of every sampled token",
+    Reason.UNEQUAL_LENGTHS: "use an engine that returns one log-probability per sampled token",
+    Reason.EMPTY: "the engine sampled nothing: look at its log",
+    Reason.NO_VERDICT: "rollouts ended without a reward: see their messages, and what the scorer returns",
+}
+"""One line per reason for which a token is not trained."""
+
+
+def diagnose(groups: Sequence[Group], max_failed_fraction: float) -> None:
+    """Raises TrainerError that says what most rollouts of the step lack."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    silent = [r for group in groups for r, calls in zip(group.rollouts, group.calls, strict=True) if not calls]
+    unjudged = [rollout for rollout in rollouts if verdict(rollout) is None]
+    for failed, lack, hint in (
+        (
+            silent,
+            "made no model call",
+            "does the agent take its base URL and key from the environment (OPENAI_BASE_URL, OPENAI_API_KEY)?",
+        ),
+        (unjudged, "have no reward", "does the scorer return a number, and do attempts end without infra_error?"),
+    ):
+        if len(failed) > max_failed_fraction * len(rollouts):
+            example = failed[0]
+            tail = str(example.evidence.get("stderr_tail") or example.evidence.get("stdout_tail") or "").strip()
+            raise TrainerError(
+                f"{len(failed)} of {len(rollouts)} rollouts of this step {lack}: {hint} For example rollout "
+                f"{example.spec.id}: outcome {example.outcome}, {example.message or 'no message'}"
+                + (f"; it printed: {tail[-300:]!r}" if tail else "")
+            )
+
+
+def check_trained(ledger: Ledger, min_fraction: float) -> None:
+    """Raises TrainerError with the largest reasons when less of a step's sampled tokens is trained."""
+    if ledger.trained >= min_fraction * ledger.sampled:
+        return
+    lost = sorted(((count, reason) for reason, count in ledger.tokens.items() if reason in REMEDIES), reverse=True)
+    shown = [f"{count} {reason} ({REMEDIES[reason]})" for count, reason in lost[:_NUM_SHOWN] if count]
+    raise TrainerError(
+        f"{ledger.trained} of {ledger.sampled} sampled tokens of this step are trained, less than "
+        f"credit.min_trained_fraction = {min_fraction:g}. The others: {'; '.join(shown)}"
+    )
