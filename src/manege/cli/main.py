@@ -25,6 +25,8 @@ _VERBS = {
     "controller": "run agents for a gateway",
     "harness": "list and install known agent harnesses",
     "engine": "serve a model folder on vLLM's token wire",
+    "show": "a run's rollouts: their calls as a tree, their tokens",
+    "replay": "stored rollouts under other credit settings",
     "doctor": "what this machine can do, and what is missing",
 }
 
