@@ -21,8 +21,9 @@ FOLDER = open_folder(str(Path(__file__).parents[1] / "tiny" / "model"))
 OBJECTIVE = objective_of(CreditConfig(clip_high=0.28))
 
 
-def torch_engine(**settings):
-    return TorchEngine(load_model(FOLDER), FOLDER, TrainConfig(learning_rate=1e-3, warmup_steps=0, **settings))
+def torch_engine(*, reference=False, **settings):
+    config = TrainConfig(learning_rate=1e-3, warmup_steps=0, **settings)
+    return TorchEngine(load_model(FOLDER), FOLDER, config, reference=reference)
 
 
 ENGINES = {"torch": torch_engine}
@@ -70,6 +71,106 @@ def test_a_step_raises_the_probability_of_what_was_better(make_engine, batch):
     assert metrics["gap_max"] < 1e-4
     assert after[0].sum() > samples[0].logprobs_M.sum()
     assert after[1].sum() < samples[1].logprobs_M.sum()
+
+
+def shifted(item, shift, *, version):
+    """As if a version that gave each token `exp(shift)` times today's probability had sampled."""
+    sample = item.sample
+    changes = {
+        "logprobs_M": sample.logprobs_M + np.float32(shift),
+        "versions_M": np.full_like(sample.versions_M, version),
+    }
+    return dataclasses.replace(item, sample=dataclasses.replace(sample, **changes))
+
+
+def test_the_gap_between_sampler_and_trainer_is_told_by_version(make_engine, batch):
+    engine = make_engine()
+    first, second, *rest = on_policy(engine, batch)
+    report = engine.step(
+        [shifted(first, 0.5, version=3), shifted(second, -0.25, version=5)] + [shifted(i, 0, version=5) for i in rest],
+        OBJECTIVE,
+    )
+    sizes = [item.sample.num_trained for item in batch]
+    total = 0.5 * sizes[0] + 0.25 * sizes[1]
+    assert report.metrics["gap_max"] == pytest.approx(0.5, abs=1e-4)
+    assert report.metrics["gap_mean"] == pytest.approx(total / sum(sizes), abs=1e-4)
+    kl = sizes[0] * (np.exp(-0.5) - 1 + 0.5) + sizes[1] * (np.exp(0.25) - 1 - 0.25)
+    assert report.metrics["gap_kl"] == pytest.approx(kl / sum(sizes), abs=1e-4)
+    assert report.gap_by_distance(5) == {
+        "0": pytest.approx(0.25 * sizes[1] / sum(sizes[1:]), abs=1e-4),
+        "2": pytest.approx(0.5, abs=1e-4),
+    }
+
+
+def test_the_gap_of_tokens_that_nobody_knows_the_version_of_is_told_apart(make_engine, batch):
+    engine = make_engine()
+    report = engine.step([shifted(item, 0.5, version=-1) for item in on_policy(engine, batch)], OBJECTIVE)
+    assert report.gap_by_distance(5) == {"unknown": pytest.approx(0.5, abs=1e-4)}
+
+
+def test_decoupled_steps_weigh_and_mask_by_the_distance_from_the_sampler(make_engine, batch):
+    engine = make_engine()
+    first, second, *rest = on_policy(engine, batch)
+    decoupled = dataclasses.replace(OBJECTIVE, ratio="decoupled", mismatch_cap=2.0, mismatch_band=5.0)
+    metrics = engine.step(
+        [shifted(first, -np.log(3), version=1), shifted(second, -np.log(6), version=1), *rest], decoupled
+    ).metrics
+    sizes = [item.sample.num_trained for item in batch]
+    assert metrics["masked_fraction"] == pytest.approx(sizes[1] / sum(sizes))
+    assert metrics["mismatch_weight_mean"] == pytest.approx((2 * sizes[0] + sum(sizes[2:])) / sum(sizes), abs=1e-4)
+    assert metrics["clip_fraction"] == 0
+
+
+def test_the_start_of_an_update_can_be_an_earlier_policy(make_engine, batch):
+    engine = make_engine()
+    batch = on_policy(engine, batch)
+    # Now pi / prox = 2 everywhere: what is good is clipped, what is bad is not.
+    moved = [dataclasses.replace(i, proximal_M=i.sample.logprobs_M - np.float32(np.log(2))) for i in batch]
+    metrics = engine.step(moved, dataclasses.replace(OBJECTIVE, ratio="decoupled")).metrics
+    good = sum(item.sample.num_trained for item in batch if item.advantages_M[0] > 0)
+    assert metrics["clip_fraction"] == pytest.approx(good / metrics["trained_tokens"])
+    assert metrics["mismatch_weight_mean"] == pytest.approx(0.5, abs=1e-4)
+
+
+def test_the_reference_is_the_model_that_the_engine_began_with(make_engine, batch, tmp_path):
+    with_kl = dataclasses.replace(OBJECTIVE, kl=0.1)
+    engine = make_engine(reference=True)
+    at_first = engine.step(on_policy(engine, batch), with_kl).metrics["kl_reference"]
+    engine.save(tmp_path / "checkpoint")
+    resumed = make_engine(reference=True)
+    resumed.load(tmp_path / "checkpoint")
+    later = [e.step(on_policy(e, batch), with_kl).metrics["kl_reference"] for e in (engine, resumed)]
+    assert at_first == pytest.approx(0, abs=1e-6)
+    assert later[0] == later[1] > 1e-4
+
+
+def test_with_a_kl_term_samples_without_advantage_have_a_gradient(make_engine, batch):
+    engine = make_engine(reference=True)
+    engine.step(on_policy(engine, batch), OBJECTIVE)
+    idle = [
+        dataclasses.replace(item, advantages_M=np.zeros_like(item.advantages_M)) for item in on_policy(engine, batch)
+    ]
+    assert engine.step(idle, dataclasses.replace(OBJECTIVE, kl=1.0)).metrics["grad_norm"] > 1e-3
+    assert engine.step(idle, OBJECTIVE).metrics["grad_norm"] == 0
+
+
+def test_a_kl_term_without_a_reference_is_refused(make_engine, batch):
+    engine = make_engine()
+    assert not engine.capabilities.reference
+    with pytest.raises(TrainerError, match="kl"):
+        engine.step(batch, dataclasses.replace(OBJECTIVE, kl=0.1))
+
+
+@pytest.mark.parametrize("loss", ["ppo", "cispo", "gspo"])
+def test_every_loss_that_an_engine_claims_raises_what_was_better(make_engine, batch, loss):
+    engine = make_engine()
+    if loss not in engine.capabilities.losses:
+        pytest.skip(f"this engine does not compute {loss}")
+    batch = on_policy(engine, batch)
+    engine.step(batch, dataclasses.replace(OBJECTIVE, loss=loss))
+    after = engine.logprobs([item.sample for item in batch])
+    for item, logprobs in zip(batch[:2], after, strict=False):
+        assert np.sign((logprobs - item.sample.logprobs_M).sum()) == np.sign(item.advantages_M[0])
 
 
 def test_a_broken_gradient_changes_nothing(make_engine, batch):
