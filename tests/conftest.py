@@ -6,11 +6,15 @@ import pytest
 
 from manege.client import Client
 from manege.engine.scripted import ScriptedEngine, hashed_reply
+from manege.engine.threads import calm_threads
 from manege.gateway.app import create_app
 from manege.gateway.server import GatewayServer
 from manege.model.folder import open_folder
 from manege.rendering.select import renderer_for
 from manege.store.sql import SqlStore
+
+# Before any test imports torch: threads that spin make a shared machine ten times slower.
+calm_threads()
 
 TINY_MODEL = Path(__file__).parent / "tiny" / "model"
 OPERATOR_KEY = "mo-test-operator"

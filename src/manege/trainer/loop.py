@@ -165,7 +165,7 @@ class Trainer:
             self._warned = True
             _log.warning(
                 kv(
-                    "groups with a single verdict teach nothing: there is nothing to compare it with (said once; see "
+                    "groups with a single verdict have nothing to be compared with (said once; see "
                     "the metric lone_groups)",
                     groups=batch.metrics["lone_groups"],
                     step=self._state.step + 1,
