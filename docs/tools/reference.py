@@ -1,4 +1,4 @@
-"""Generates docs/reference/ from the code: configuration, commands, metrics, HTTP routes.
+"""Generates docs/reference/ from the code: configuration, combinations of credit, commands, metrics, HTTP routes.
 
 With --check it writes nothing and fails when a page is not what the code says.
 """
@@ -16,6 +16,7 @@ from pydantic_core import PydanticUndefined
 
 from manege.cli.main import make_parser
 from manege.config import RunConfig
+from manege.credit_config import ASSIGNMENTS, COMBINATIONS, CONDITIONS, OBJECTIVES, Combination
 from manege.engine.scripted import ScriptedEngine
 from manege.gateway.app import create_app
 from manege.gateway.openapi import describe
@@ -57,6 +58,35 @@ def _toml(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     return f'"{value}"' if isinstance(value, str) else str(value).replace("(", "[").replace(")", "]")
+
+
+CREDIT_INTRO = """\
+What of a run file's section `credit` is tested together: `tests/unit/test_combinations.py` trains a model with each.
+Any other combination is refused at start, with the nearest one that is allowed.
+"""
+CREDIT_NOTES = """
+`level = "sample"` and `weighting = "sample_mean"` are published baselines, for study: their updates depend on how
+rollouts fall apart into samples. GSPO has one ratio per call, so its correction is per call, too. A divergence from the
+reference (`kl`) goes with every objective.
+
+A key that would do nothing is refused as well, unless it stands at its default:
+"""
+
+
+def credit_page() -> str:
+    """Which values of the section `credit` go together."""
+    names = dict(zip(OBJECTIVES, "ABCDEFGHIJKLMNOPQRSTUVWXYZ", strict=False))
+    lines = ["# Combinations of credit\n", CREDIT_INTRO]
+    lines += ["| `level` | `advantage` | `weighting` | with these objectives |", "|---|---|---|---|"]
+    for assignment in ASSIGNMENTS:
+        found = [names[objective] for objective in OBJECTIVES if Combination(*assignment, *objective) in COMBINATIONS]
+        lines.append(f"| {' | '.join(assignment)} | {' '.join(found)} |")
+    lines += ["\n| objective | `loss` | `ratio` | `mismatch_level` |", "|---|---|---|---|"]
+    for (loss, ratio, level), name in names.items():
+        lines.append(f"| {name} | {loss} | {ratio} | {level if ratio == 'decoupled' else '-'} |")
+    lines += [CREDIT_NOTES, "| key | needs |", "|---|---|"]
+    lines += [f"| `credit.{condition.key}` | {condition.needs} |" for condition in CONDITIONS]
+    return "\n".join(lines) + "\n"
 
 
 def cli_page() -> str:
@@ -132,7 +162,13 @@ def _takes(operation: JsonObject, schemas: JsonObject) -> str:
 def main() -> int:
     """Write the pages, or compare them."""
     check = "--check" in sys.argv
-    pages = {"config": config_page(), "cli": cli_page(), "metrics": metrics_page(), "http": http_page()}
+    pages = {
+        "config": config_page(),
+        "credit": credit_page(),
+        "cli": cli_page(),
+        "metrics": metrics_page(),
+        "http": http_page(),
+    }
     stale = []
     for name, text in pages.items():
         path = FOLDER / f"{name}.md"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from manege.config import CreditConfig, TrainConfig
-from manege.credit_config import COMBINATIONS, Combination
+from manege.credit_config import COMBINATIONS, OBJECTIVES, Combination
 from manege.model.folder import open_folder
 from manege.model.load import load_model
 from manege.trainer.batch import build_batch
@@ -100,8 +100,9 @@ def test_every_combination_trains(groups, combination):
     assert build(groups[2:], credit).samples == []
 
 
-def test_a_divergence_term_has_a_gradient_where_rewards_have_none(groups):
-    credit = CreditConfig(kl=0.5)
+@pytest.mark.parametrize("objective", OBJECTIVES, ids="-".join)
+def test_a_divergence_term_has_a_gradient_where_rewards_have_none(groups, objective):
+    credit = config(Combination("rollout", "centred", "rollout_mean", *objective), kl=0.5)
     engine = fresh_engine(reference=True)
     with torch.no_grad():
         for parameter in MODEL.module.parameters():
