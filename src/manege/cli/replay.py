@@ -6,13 +6,12 @@ order of completion; after a resume, those that were trained again count again.
 """
 
 import argparse
-import sys
 from collections.abc import Mapping, Sequence
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from manege.cli.console import narrow_console
 from manege.cli.rebuild import Rebuild, Sums
 from manege.cli.stored import add_stored_arguments, stored_run
 from manege.config import RunConfig
@@ -62,7 +61,7 @@ async def execute(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(dumps({name: each.to_json() for name, each in rebuilds.items()}))
         return 0
-    console = Console(width=min(100, Console().width) if sys.stdout.isatty() else 100, highlight=False)
+    console = narrow_console()
     console.print(_table(f"run {stored.id}", {name: each.sums for name, each in rebuilds.items()}))
     for line in _remarks(arguments.settings, configs):
         console.print(Text(line, style="dim"))

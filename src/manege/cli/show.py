@@ -5,7 +5,6 @@ The run may still be going on: nothing is written, and nobody waits. Where two c
 """
 
 import argparse
-import shutil
 import sys
 
 from rich.console import Console
@@ -13,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 from tokenizers import Tokenizer
 
+from manege.cli.console import narrow_console
 from manege.cli.diff_view import diff_view, parting
 from manege.cli.rollout_view import SeenRollout, ending, header, look_at, reward_text, to_json
 from manege.cli.stored import StoredRun, add_stored_arguments, pick, stored_run
@@ -32,8 +32,6 @@ EXAMPLES = """examples:
   manege show runs/finder 3f2a --diff 81c0 a7e2
   manege show finder --gateway http://127.0.0.1:8700 --key-file data/operator.key
 """
-_WIDTH = 100
-"""Columns at most: longer lines are hard to read."""
 _NUM_LISTED = 40
 """Rollouts in a list, unless all are asked for."""
 
@@ -50,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 async def execute(arguments: argparse.Namespace) -> int:
     """Print what was asked for."""
-    console = Console(width=min(_WIDTH, shutil.get_terminal_size((_WIDTH, 0)).columns), highlight=False)
+    console = narrow_console()
     async with stored_run(arguments) as stored:
         if arguments.rollout is None:
             if arguments.tokens or arguments.diff:
