@@ -10,14 +10,14 @@ pytestmark = [pytest.mark.anyio, pytest.mark.full]
 
 @pytest.mark.timeout(600)
 async def test_a_rollout_is_one_sample_with_continuation_and_falls_apart_without(tmp_path):
-    sampled = await sample_thoughts(48, seed=0)
+    sampled = await sample_thoughts(32, seed=0)
     thoughts = [thought for thought in sampled if not thought.is_canonical]
     assert thoughts
     found = {}
     for continued in (True, False):
         folder = tmp_path / str(continued)
         folder.mkdir()
-        found[continued] = await measure("mini-swe-agent", thoughts, continued=continued, num_rollouts=2, folder=folder)
+        found[continued] = await measure("codex", thoughts, continued=continued, num_rollouts=2, folder=folder)
     for rollout in (*found[True], *found[False]):
         assert rollout.reward == 1.0
         assert rollout.num_trained == rollout.num_sampled
