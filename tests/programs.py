@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import json
 import os
+import re
 import resource
 import signal
 import socket
@@ -204,6 +205,11 @@ def score_calls(task, attempt):
     """What the task says of each call, in their order."""
     rewards = zip(attempt.calls, task.input["earned"], strict=True)
     return {"reward": 0.5, "calls": {call.id: value for call, value in rewards}}
+
+
+def score_first_of_group(task, attempt):
+    """No verdict on the others."""
+    return 1.0 if re.search(r"[0-9a-f]{12}-0\b", str(attempt.workspace)) else None
 
 
 def score_strangers(task, attempt):
