@@ -1,11 +1,16 @@
 """`manege show` and `manege replay` on a real training: while it runs, afterwards, and through a gateway."""
 
+import asyncio
 import json
 import signal
 
 import pytest
 
 from manege.cli import main
+from manege.store.base import Ending
+from manege.store.sql import SqlStore
+from manege.types import Outcome, RolloutSpec, Task
+from tests.calls import make_call
 from tests.system.test_parts_alone import TINY, serving
 from tests.system.test_training import RUN_FILE, finish, manege, rows, wait_for_steps
 
@@ -172,3 +177,90 @@ def test_what_is_not_there_is_named_in_one_line(run, refusal):
     assert "did you mean 'credit.advantage'" in refusal("replay", folder, "--set", "credit.advantag=grpo")
     assert "a replay reads only credit.*" in refusal("replay", folder, "--set", "seed=3")
     assert "needs --key-file" in refusal("show", "tiny", "--gateway", "http://127.0.0.1:9")
+
+
+def keep(folder, groups, *, run="study", config=None):
+    """A store with groups of rollouts: name -> (outcome, reward, log-probabilities of its one answer) of each."""
+
+    async def write():
+        store = await SqlStore.open(folder / "manege.db")
+        if config is not None:
+            await store.put_run(run, config)
+        for group, members in groups.items():
+            task = Task(id=f"task-{group}", input={})
+            names = [f"{run}-{group}{index}" for index in range(len(members))]
+            await store.create_rollouts(
+                [RolloutSpec(id=name, run=run, task=task, group=group, max_attempts=1) for name in names]
+            )
+            await store.claim(controller="c", limit=99, lease_s=1000)
+            for name, (outcome, reward, logprobs) in zip(names, members, strict=True):
+                if logprobs:
+                    answer = range(50, 50 + len(logprobs))
+                    await store.add_call(make_call(f"call-{name}", [1, 2], answer, rollout=name, logprobs=logprobs))
+                if outcome is not None:
+                    await store.finish(name, 0, Ending(outcome=outcome, reward=reward, message=f"{outcome}"))
+        await store.close()
+
+    asyncio.run(write())
+
+
+PAIR = [(Outcome.OK, 1.0, [-0.5] * 2), (Outcome.OK, 0.0, [-1.0] * 4)]
+EQUAL = [(Outcome.OK, 1.0, [-0.5] * 2), (Outcome.OK, 1.0, [-0.5] * 3)]
+STUDY = {"name": "study", "train": {"groups": 1}, "credit": {"weighting": "token_mean"}}
+
+
+@pytest.mark.parametrize(
+    ("setting", "loss", "success", "failure"),
+    [
+        # A = 1/2 of 2 tokens, -1/2 of 4, each token 1/6: (-1 + 2) / 6.
+        ("credit.loss=gspo", 1 / 6, 1 / 6, 2 / 6),
+        # A token counts 1 / (2 T): both rollouts weigh the same.
+        ("credit.weighting=rollout_mean", 0, 1 / 4, 1 / 4),
+        # -A log mu: (1/2 1/2 2 - 1/2 1 4) / 6.
+        ("credit.loss=cispo", -1.5 / 6, 1 / 6, 2 / 6),
+        # The others' mean instead of all's: twice the advantages.
+        ("credit.advantage=rloo", 2 / 6, 2 / 6, 4 / 6),
+    ],
+)
+def test_loss_and_gradient_mass_by_hand(tmp_path, data, setting, loss, success, failure):
+    keep(tmp_path, {"a": PAIR}, config=STUDY)
+    # Only PPO has a dual clip.
+    both = data("replay", tmp_path, "--set", setting, "--set", "credit.dual_clip=3.0")
+    assert both["as run"]["loss"] == pytest.approx(1 / 6)
+    now = both["replayed"]
+    assert [now["loss"], now["mass_success"], now["mass_failure"]] == pytest.approx([loss, success, failure], abs=1e-7)
+
+
+def test_a_replay_may_refill_groups_and_leaves_out_what_its_trainer_gave_up(tmp_path, data, answer, refusal):
+    cancelled = [(Outcome.OK, 1.0, [-0.5]), (Outcome.CANCELLED, None, [])]
+    groups = {"a": EQUAL, "b": PAIR, "c": EQUAL, "d": cancelled, "e": EQUAL, "f": PAIR, "g": [(None, None, [-0.5])]}
+    keep(tmp_path, groups, config={**STUDY, "train": {"groups": 2}})
+    refill = ["--set", "credit.zero_variance=refill"]
+    both = data("replay", tmp_path, *refill, "--set", "train.groups=1")
+    was, now = both["as run"], both["replayed"]
+    # a b, e f; c was waiting when d was given up.
+    assert [was[name] for name in ("steps", "groups", "informative", "refilled")] == [2, 4, 2, 0]
+    assert [now[name] for name in ("steps", "groups", "informative", "refilled")] == [2, 2, 2, 2]
+    assert now["tokens"] == {"trained": 12}
+    assert "replaced by others" in answer("replay", tmp_path, *refill, "--set", "train.groups=1")
+    assert "study, replayed: its complete groups make no step yet" in refusal("replay", tmp_path, *refill)
+
+
+def test_the_head_says_what_a_rollout_is_worth_and_what_is_not_known_yet(tmp_path, answer):
+    lost = [(Outcome.OK, 1.0, [-0.5]), (Outcome.INFRA_ERROR, None, [-0.5] * 3), (Outcome.AGENT_TIMEOUT, None, [])]
+    keep(tmp_path, {"a": lost, "b": [(None, None, [-0.5]), PAIR[0]]}, config=STUDY)
+    assert "reward 1, advantage +0.5 (centred, of rewards 1 - 0)" in answer("show", tmp_path, "study-a0")
+    assert "3 no_verdict" in answer("show", tmp_path, "study-a1")
+    ended = answer("show", tmp_path, "study-a2")
+    assert "failed, agent_timeout; reward 0, no advantage: nothing of it is trained" in ended
+    assert "the agent made no model call" in ended
+    assert "no advantage yet: 1 of its group have not ended" in answer("show", tmp_path, "study-b1")
+    assert "running; reward -" in answer("show", tmp_path, "study-b0")
+
+
+def test_one_folder_may_hold_runs_with_and_without_a_config(tmp_path, data, refusal):
+    keep(tmp_path, {"a": PAIR}, config=STUDY)
+    keep(tmp_path, {"b": PAIR}, run="default")
+    assert f"{tmp_path}/study, {tmp_path}/default" in refusal("show", tmp_path)
+    assert [row["id"] for row in data("show", f"{tmp_path}/default")] == ["default-b1", "default-b0"]
+    assert data("show", f"{tmp_path}/default", "default-b0")["advantages"] == {"call-default-b0": 0.5}

@@ -131,7 +131,7 @@ def diff_view(found: Parting) -> RenderableType:
     """For people."""
     names = [name[:8] for name in found.calls]
     parts: list[RenderableType] = [
-        Text.assemble("looks like ", (found.looks_like, "bold")),
+        Text(found.looks_like, style="bold"),
         f"{found.at} tokens are the same; "
         f"{names[0]} has {found.num_tokens[0]} with its answer, {names[1]} asks with {found.num_tokens[1]}",
     ]

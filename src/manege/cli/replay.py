@@ -53,11 +53,13 @@ async def execute(arguments: argparse.Namespace) -> int:
         rebuilds = {name: Rebuild(stored, config) for name, config in configs.items()}
         for rebuild in rebuilds.values():
             await rebuild.run()
-    if not rebuilds["as run"].steps:
-        raise ConfigError(
-            f"run {stored.id} has no step yet: that takes train.groups = {configs['as run'].train.groups} "
-            "complete groups of training rollouts"
-        )
+    for name, rebuild in rebuilds.items():
+        is_refilled = configs[name].credit.zero_variance == "refill"
+        if not rebuild.steps:
+            raise ConfigError(
+                f"run {stored.id}, {name}: its complete groups make no step yet, which takes train.groups = "
+                f"{configs[name].train.groups}" + (" whose rewards differ" if is_refilled else "")
+            )
     if arguments.json:
         print(dumps({name: each.to_json() for name, each in rebuilds.items()}))
         return 0

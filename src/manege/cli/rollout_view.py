@@ -79,7 +79,8 @@ def header(seen: SeenRollout) -> Sequence[Text]:
     rollout, ledger = seen.rollout, seen.credited.ledger
     protocols = ", ".join(sorted({row.protocol for row in seen.rows}))
     kind = "" if rollout.spec.is_train else " (validation: never trained)"
-    tokens = [f"{ledger.trained} of {ledger.sampled} sampled tokens trained"]
+    trained = "trained" if rollout.spec.is_train else "could be trained"
+    tokens = [f"{ledger.trained} of {ledger.sampled} sampled tokens {trained}"]
     tokens += [f"{count} {reason}" for reason, count in ledger.tokens.items() if count and reason is not Reason.TRAINED]
     if ledger.context:
         tokens.append(f"{ledger.context} read again as context")
@@ -110,7 +111,9 @@ def _worth(seen: SeenRollout) -> str:
     if seen.advantages is None:
         open_ = sum(each.state not in TERMINAL for each in seen.members)
         return worth + (f", no advantage yet: {open_} of its group have not ended" if open_ else ", no advantage")
-    low, high = min(seen.advantages.values(), default=0.0), max(seen.advantages.values(), default=0.0)
+    if not seen.advantages:
+        return worth + ", no advantage: nothing of it is trained"
+    low, high = min(seen.advantages.values()), max(seen.advantages.values())
     value = f"{low:+.4g}" if low == high else f"{low:+.4g} to {high:+.4g}"
     rewards = " ".join(reward_text(each) for each in seen.members)
     shuffled = "; the run shuffles rewards" if seen.credit.shuffle_rewards else ""

@@ -105,20 +105,22 @@ def _in_tree_order(forest: Forest) -> Iterator[tuple[int, str]]:
 def tree_table(rows: Sequence[CallRow]) -> Table:
     """Columns that say the same in every row are left to the header."""
     show_thread = {row.thread for row in rows} != {"main"}
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim", expand=True)
+    show_end = any(_end(row).plain != FinishReason.STOP for row in rows)
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="dim", expand=True)
     table.add_column("call", no_wrap=True)
     if show_thread:
         table.add_column("thread", no_wrap=True, max_width=16)
     for name in ("turn", "prompt", "new", "sampled"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("end", no_wrap=True)
+    if show_end:
+        table.add_column("end", no_wrap=True)
     table.add_column("tokens are", no_wrap=True)
     table.add_column("said", no_wrap=True, overflow="ellipsis", ratio=1)
     for row in rows:
         numbers = [str(row.turn), str(row.num_prompt), f"+{row.num_new}", str(row.num_sampled)]
-        thread = [Text(row.thread)] if show_thread else []
+        thread, end = [Text(row.thread)] if show_thread else [], [_end(row)] if show_end else []
         name = Text.assemble((row.guide, "dim"), " ", row.id[:_ID_SIZE])
-        table.add_row(name, *thread, *numbers, _end(row), _fate(row), _said(row))
+        table.add_row(name, *thread, *numbers, *end, _fate(row), _said(row))
     return table
 
 
