@@ -166,6 +166,15 @@ class TrainConfig(Section):
     max_failed_fraction: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Stop with a diagnosis when more of a step's rollouts than this have no model call or no verdict."""
 
+    @model_validator(mode="after")
+    def _a_rollout_per_mini_batch(self) -> "TrainConfig":
+        if self.mini_batches > (num_rollouts := self.groups * self.group_size):
+            raise ValueError(
+                f"mini_batches = {self.mini_batches}: a step has groups * group_size = {num_rollouts} rollouts, and "
+                "none is divided"
+            )
+        return self
+
 
 class EvaluationConfig(Section):
     """Held-out evaluation."""

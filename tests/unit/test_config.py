@@ -34,6 +34,7 @@ def run_file(tmp_path):
         ("train.steps=0", r"train.steps: .*greater than 0 \(value 0\)"),
         ('train.steps="many"', r"train.steps: .*integer.* \(value 'many'\)"),
         ("train.group_size=1", r"train.group_size: .*greater than or equal to 2 \(value 1\)"),
+        ("train.mini_batches=33", r"train: mini_batches = 33: a step has groups \* group_size = 32 rollouts"),
         ("sampling.temperature=0", r"sampling.temperature: .*greater than 0 \(value 0\)"),
         ("gateway.port=70000", r"gateway.port: .*65535 \(value 70000\)"),
         ("credit.weighting=constant", r'credit: weighting = "constant" needs constant_tokens'),
