@@ -7,12 +7,13 @@ order of completion; after a resume, those that were trained again count again.
 
 import argparse
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
 from manege.cli.console import narrow_console
-from manege.cli.rebuild import Rebuild, Sums
+from manege.cli.rebuild import rebuild
 from manege.cli.stored import add_stored_arguments, stored_run
 from manege.config import RunConfig
 from manege.errors import ConfigError
@@ -25,6 +26,7 @@ EXAMPLES = """examples:
   manege replay runs/finder --set credit.level=sample --set credit.weighting=sample_mean --json
 """
 _SETTABLE = ("credit.", "scorer.success_reward", "train.groups", "train.mini_batches", "train.max_sample_tokens")
+Steps = Sequence[Mapping[str, Any]]
 _UNSEEN = ("clip_low", "clip_high", "dual_clip", "ratio", "mismatch_level", "mismatch_cap", "mismatch_band", "kl")
 """Keys of `credit` that change nothing at pi = mu."""
 
@@ -50,21 +52,20 @@ async def execute(arguments: argparse.Namespace) -> int:
         if arguments.settings:
             _check(arguments.settings)
             configs["replayed"] = stored.config(arguments.settings)
-        rebuilds = {name: Rebuild(stored, config) for name, config in configs.items()}
-        for rebuild in rebuilds.values():
-            await rebuild.run()
-    for name, rebuild in rebuilds.items():
-        is_refilled = configs[name].credit.zero_variance == "refill"
-        if not rebuild.steps:
+        columns = {name: await rebuild(stored, config) for name, config in configs.items()}
+    for name, steps in columns.items():
+        if not steps:
             raise ConfigError(
                 f"run {stored.id}, {name}: its complete groups make no step yet, which takes train.groups = "
-                f"{configs[name].train.groups}" + (" whose rewards differ" if is_refilled else "")
+                f"{configs[name].train.groups}"
+                + " whose rewards differ"
+                * (configs[name].credit.zero_variance == "refill")
             )
     if arguments.json:
-        print(dumps({name: each.to_json() for name, each in rebuilds.items()}))
+        print(dumps(columns))
         return 0
     console = narrow_console()
-    console.print(_table(f"run {stored.id}", {name: each.sums for name, each in rebuilds.items()}))
+    console.print(_table(f"run {stored.id}", columns))
     for line in _remarks(arguments.settings, configs):
         console.print(Text(line, style="dim"))
     return 0
@@ -76,44 +77,51 @@ def _check(settings: Sequence[str]) -> None:
             raise ConfigError(f"--set {setting}: a replay reads only credit.* and {', '.join(_SETTABLE[1:])}")
 
 
-def _table(title: str, columns: Mapping[str, Sums]) -> Table:
+def _table(title: str, columns: Mapping[str, Steps]) -> Table:
     table = Table(box=None, padding=(0, 4, 0, 0), pad_edge=False, header_style="dim")
     table.add_column(title)
     for name in columns:
         table.add_column(name, justify="right")
-    reasons = [reason for reason in Reason if any(sums.tokens[reason] for sums in columns.values())]
-    is_refilled = any(sums.refilled for sums in columns.values())
-    rows = [_cells(sums, reasons, is_refilled) for sums in columns.values()]
+    reasons = [reason for reason in Reason if any(_tokens(steps, reason) for steps in columns.values())]
+    rows = [_cells(steps, reasons) for steps in columns.values()]
     for name in rows[0]:
         values = [row[name] for row in rows]
         table.add_row(name, *values, style="bold" if len(set(values)) > 1 else "")
     return table
 
 
-def _cells(sums: Sums, reasons: Sequence[Reason], is_refilled: bool) -> Mapping[str, str]:
-    sampled, mass = sum(sums.tokens.values()), sums.mass_success + sums.mass_failure
+def _tokens(steps: Steps, reason: Reason) -> int:
+    return sum(step["tokens_by_reason"].get(reason.value, 0) for step in steps)
 
-    def share(part: float, whole: float) -> str:
-        return f"{part / whole:.1%}" if whole else "-"
 
+def _cells(steps: Steps, reasons: Sequence[Reason]) -> Mapping[str, str]:
+    """Counts are sums over the steps, the others means."""
+
+    def total(*names: str) -> Any:
+        return sum(step[name] for step in steps for name in names)
+
+    def mean(name: str, form: str) -> str:
+        return format(round(total(name) / len(steps), 6) + 0.0, form)
+
+    sampled, mass = total("sampled_tokens"), total("mass_success", "mass_failure")
     return {
-        "steps": f"{sums.steps}",
-        "groups": f"{sums.groups}",
-        **({"  replaced by others": f"{sums.refilled}"} if is_refilled else {}),
-        "  whose rewards differ": f"{sums.informative}",
-        "rollouts": f"{sums.rollouts}",
-        "  with a verdict": f"{sums.judged}",
-        "samples": f"{sums.samples}",
-        "  per rollout": f"{sums.samples / max(1, sums.with_samples):.3f}",
-        "  rollouts with one": share(sums.with_one_sample, sums.with_samples),
+        "steps": f"{len(steps)}",
+        "groups": f"{total('informative_groups', 'constant_groups')}",
+        "  whose rewards differ": f"{total('informative_groups')}",
+        "  replaced by others": f"{total('refilled_groups')}",
+        "rollouts": f"{total('num_rollouts')}",
+        "  with a verdict": f"{total('num_verdicts')}",
+        "samples": f"{total('num_samples')}",
+        "  per rollout": mean("samples_per_rollout", ".3f"),
+        "  rollouts with one": mean("one_sample_fraction", ".1%"),
         "sampled tokens": f"{sampled}",
-        **{f"  {reason}": f"{sums.tokens[reason]} ({share(sums.tokens[reason], sampled)})" for reason in reasons},
-        "  read again as context": f"{sums.context}",
-        "unique tokens of all calls": share(sums.unique_tokens, sums.call_tokens),
-        "mean |advantage|": f"{sums.advantage / max(1, sums.judged):.4f}",
-        "loss at pi = mu": f"{round(sums.loss / max(1, sums.steps), 6) + 0.0:.6f}",
-        "gradient mass, success": share(sums.mass_success, mass),
-        "gradient mass, failure": share(sums.mass_failure, mass),
+        **{f"  {name}": f"{(n := _tokens(steps, name))} ({n / max(1, sampled):.1%})" for name in reasons},
+        "  read again as context": f"{total('context_tokens')}",
+        "unique tokens of all calls": mean("call_unique_fraction", ".1%"),
+        "mean |advantage|": mean("advantage_size", ".4f"),
+        "loss at pi = mu": mean("loss", ".6f"),
+        "gradient mass, success": f"{total('mass_success') / (mass or 1):.1%}",
+        "gradient mass, failure": f"{total('mass_failure') / (mass or 1):.1%}",
     }
 
 
