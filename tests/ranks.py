@@ -17,8 +17,9 @@ def two_ranks(folder, make_engine):
         context.Process(target=_work, args=(rank, f"file://{folder}/rendezvous", theirs, make_engine), daemon=True)
         for rank, (_, theirs) in enumerate(ends)
     ]
-    for process in processes:
+    for process, (_, theirs) in zip(processes, ends, strict=True):
         process.start()
+        theirs.close()  # so that the end of a process is seen at ours
 
     def gradient(batch, objective):
         for rank, (ours, _) in enumerate(ends):
