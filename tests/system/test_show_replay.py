@@ -17,7 +17,7 @@ from tests.system.test_training import RUN_FILE, finish, manege, rows, wait_for_
 pytestmark = pytest.mark.timeout(300)
 OVERRIDES = [
     *("train.steps=1000", "train.groups=2", "train.group_size=4", "train.mini_batches=2", "train.stop_success=1"),
-    *("tasks.num_heldout=2", "credit.advantage=grpo", "credit.weighting=token_mean"),
+    *("tasks.num_heldout=1", "credit.advantage=grpo", "credit.weighting=token_mean"),
 ]
 FROM_CALLS = {
     *("num_rollouts", "num_verdicts", "num_calls", "num_samples", "samples_per_rollout", "samples_histogram"),
@@ -70,7 +70,7 @@ def run(tmp_path_factory):
     """A run that was stopped, and what was shown of it while it went on."""
     folder = tmp_path_factory.mktemp("show") / "tiny"
     process = manege("train", RUN_FILE, f"folder={folder}", *OVERRIDES)
-    wait_for_steps(process, folder, 2)
+    wait_for_steps(process, folder, 1)
     early = {"list": apart("show", folder, "--all"), "replay": apart("replay", folder)}
     rollout_id = [row["id"] for row in early["list"] if row["is_train"] and row["num_calls"] > 1 and row["outcome"]][-1]
     early["rollout"] = apart("show", folder, rollout_id)
@@ -86,11 +86,11 @@ def test_a_run_is_shown_while_its_training_goes_on(run, data):
     assert len(after) >= len(early["list"])
     known = {row["id"]: row for row in after}
     ended = [row for row in early["list"] if row["outcome"]]
-    assert len(ended) >= 2 * 2 * 4
+    assert len(ended) >= 2 * 4
     assert all(known[row["id"]] == row for row in ended)
     assert data("show", folder, early["rollout"]["rollout"]["spec"]["id"]) == early["rollout"]
     steps = early["replay"]["as run"]
-    assert len(steps) >= 2
+    assert steps
     assert steps == data("replay", folder)["as run"][: len(steps)]
 
 
@@ -182,8 +182,9 @@ def test_what_is_not_there_is_named_in_one_line(run, refusal):
     assert "needs --key-file" in refusal("show", "tiny", "--gateway", "http://127.0.0.1:9")
 
 
-def keep(folder, groups, *, run="study", config=None):
-    """A store with groups of rollouts: name -> (outcome, reward, log-probabilities of its one answer) of each."""
+def keep(folder, groups, *, run="study", config=None, earned=None):
+    """A store with groups of rollouts: name -> (outcome, reward, log-probabilities of its one answer) of each; and what
+    single calls earned."""
 
     async def write():
         store = await SqlStore.open(folder / "manege.db")
@@ -201,7 +202,9 @@ def keep(folder, groups, *, run="study", config=None):
                     answer = range(50, 50 + len(logprobs))
                     await store.add_call(make_call(f"call-{name}", [1, 2], answer, rollout=name, logprobs=logprobs))
                 if outcome is not None:
-                    await store.finish(name, 0, Ending(outcome=outcome, reward=reward, message=f"{outcome}"))
+                    of_calls = {call: value for call, value in (earned or {}).items() if call == f"call-{name}"}
+                    ending = Ending(outcome=outcome, reward=reward, message=f"{outcome}", call_rewards=of_calls)
+                    await store.finish(name, 0, ending)
         await store.close()
 
     asyncio.run(write())
@@ -234,6 +237,13 @@ def test_loss_and_gradient_mass_by_hand(tmp_path, data, setting, loss, success, 
     assert [now["loss"], now["mass_success"], now["mass_failure"]] == pytest.approx([loss, success, failure], abs=1e-7)
 
 
+def test_rewards_of_calls_are_read_from_the_store(tmp_path, data):
+    keep(tmp_path, {"a": PAIR}, config=STUDY, earned={"call-study-a1": 3.0})
+    [step] = data("replay", tmp_path, "--set", "credit.advantage=returns")["replayed"]
+    # 1 and 0 + 3, mean 2: -1 for 2 tokens, 1 for 4.
+    assert step["loss"] == pytest.approx((2 - 4) / 6)
+
+
 def test_a_replay_may_refill_groups_and_leaves_out_what_its_trainer_gave_up(tmp_path, data, answer, refusal):
     cancelled = [(Outcome.OK, 1.0, [-0.5]), (Outcome.CANCELLED, None, [])]
     groups = {"a": EQUAL, "b": PAIR, "c": EQUAL, "d": cancelled, "e": EQUAL, "f": PAIR, "g": [(None, None, [-0.5])]}
@@ -251,11 +261,13 @@ def test_a_replay_may_refill_groups_and_leaves_out_what_its_trainer_gave_up(tmp_
     assert "study, replayed: its complete groups make no step yet" in refusal("replay", tmp_path, *refill)
 
 
-def test_the_head_says_what_a_rollout_is_worth_and_what_is_not_known_yet(tmp_path, answer):
+def test_the_head_says_what_a_rollout_is_worth_and_what_is_not_known_yet(tmp_path, answer, data):
     lost = [(Outcome.OK, 1.0, [-0.5]), (Outcome.INFRA_ERROR, None, [-0.5] * 3), (Outcome.AGENT_TIMEOUT, None, [])]
     keep(tmp_path, {"a": lost, "b": [(None, None, [-0.5]), PAIR[0]]}, config=STUDY)
     assert "reward 1, advantage +0.5 (centred, of rewards 1 - 0)" in answer("show", tmp_path, "study-a0")
     assert "3 no_verdict" in answer("show", tmp_path, "study-a1")
+    [call] = data("show", tmp_path, "study-a1")["calls"]
+    assert (call["reason"], call["num_trained"]) == ("no_verdict", 0)
     ended = answer("show", tmp_path, "study-a2")
     assert "failed, agent_timeout; reward 0, no advantage: nothing of it is trained" in ended
     assert "the agent made no model call" in ended
