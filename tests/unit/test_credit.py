@@ -87,6 +87,8 @@ def test_a_reward_counts_for_the_calls_that_led_to_it_and_for_no_other_branch():
     # 0 <- 1 <- 3 and 0 <- 2: 3 earned 8, 2 earned 1, the rollout 4.
     earned = Earned(reward=4.0, parents=[None, 0, 0, 1], call_rewards_C=[0.0, 0.0, 1.0, 8.0])
     assert call_returns(earned, 0.5) == [0.5 * 1 + 0.25 * 8 + 0.25 * 4, 0.5 * 8 + 0.5 * 4, 1 + 4, 8 + 4]
+    later_is_deeper = Earned(reward=4.0, parents=[None, 0, 0, 2], call_rewards_C=[0.0] * 4)
+    assert call_returns(later_is_deeper, 0.5) == [1, 4, 2, 4]
 
 
 def test_a_rollout_counts_once_in_the_baseline_of_returns_however_many_calls_it_has():
