@@ -57,7 +57,7 @@ TOOL = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
         (said("first"), said("first"), BranchKind.RETOKENISATION),
         (said("first"), said(" first\n"), BranchKind.RETOKENISATION),
         (said("first"), said([{"type": "text", "text": "first"}]), BranchKind.RETOKENISATION),
-        (said("", tool_calls=[TOOL]), said(None, tool_calls=[{**TOOL, "id": "x"}]), BranchKind.TEMPLATE),
+        (said("", tool_calls=[TOOL]), said(None, tool_calls=[{**TOOL, "id": "x"}]), BranchKind.RETOKENISATION),
         (
             said("", tool_calls=[TOOL]),
             said("", tool_calls=[{"function": {"name": "f", "arguments": {"a": 2}}}]),
@@ -72,6 +72,17 @@ def test_an_answer_that_comes_back_in_other_tokens_is_told_by_what_was_said(repl
         make_call("b", [1, 2, 3, 9, 5], [6], request=asked(ASK, sent_back, user("go on"))),
     ]
     assert kinds(calls) == {1: kind}
+
+
+@pytest.mark.parametrize(("written", "kind"), [("b a d", BranchKind.RETOKENISATION), ("a b d", BranchKind.TEMPLATE)])
+def test_with_a_decoder_the_text_decides_between_template_and_retokenisation(written, kind):
+    names = {2: "b", 3: "a d", 7: written}
+    calls = [
+        make_call("a", [1], [2, 3], request=asked(ASK), reply=said("", tool_calls=[TOOL])),
+        make_call("b", [1, 7, 5], [6], request=asked(ASK, said("", tool_calls=[TOOL]), user("go on"))),
+    ]
+    found = branches(build_forest(calls), lambda ids: " ".join(names.get(each, "?") for each in ids))
+    assert [branch.kind for branch in found] == [kind]
 
 
 def test_the_same_messages_that_part_outside_of_an_answer_are_the_template():

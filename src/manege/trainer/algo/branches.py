@@ -2,12 +2,12 @@
 
 Tokens say where a call leaves what was there before; its messages say why. Some branches are the agent's nature (forks,
 sub-agents, compaction), others cost samples and can be helped (rewritten history, templates, retokenisation). Only
-branches are looked at, so the messages of linear rollouts are never read. The kinds are read from the record alone,
-without a tokenizer: they are for diagnosis, and nothing is trained otherwise because of them.
+branches are looked at, so the messages of linear rollouts are never read. Kinds are for diagnosis: nothing is trained
+otherwise because of them.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -17,10 +17,16 @@ import numpy as np
 from manege.trainer.algo.forest import Forest
 from manege.types import CallId, JsonObject
 
-__all__ = ["Branch", "BranchKind", "branches"]
+__all__ = ["Branch", "BranchKind", "Decode", "branches"]
+
+Decode = Callable[[Sequence[int]], str]
+"""Token ids to text, special tokens included."""
 
 _MIN_QUOTE = 20
 """Characters of an answer that a summary must repeat: shorter texts (`yes`, a path) return by chance."""
+
+_EXPANSION = 4
+"""Tokens that the text of one sampled token may become; the longest ones are words."""
 
 
 class BranchKind(StrEnum):
@@ -56,20 +62,21 @@ class Branch:
     """Leading tokens that it has in common with an earlier call."""
 
 
-def branches(forest: Forest) -> Sequence[Branch]:
-    """All branches of one attempt, in the order of the calls."""
+def branches(forest: Forest, decode: Decode | None = None) -> Sequence[Branch]:
+    """All branches of one attempt, in the order of the calls. Without `decode`, whether an answer that came back in
+    other tokens has another text is guessed from whether it has reasoning, which templates drop."""
     history = _History(forest)
     continued: set[int] = set()
     found: list[Branch] = []
     for index, parent in enumerate(forest.parents):
         if index and (parent is None or parent in continued):
-            found.append(Branch(call=index, kind=_kind(forest, history, index), at=forest.num_shared[index]))
+            found.append(Branch(call=index, kind=_kind(forest, history, index, decode), at=forest.num_shared[index]))
         if parent is not None:
             continued.add(parent)
     return found
 
 
-def _kind(forest: Forest, history: "_History", index: int) -> BranchKind:
+def _kind(forest: Forest, history: "_History", index: int, decode: Decode | None) -> BranchKind:
     call, parent = forest.calls[index], forest.parents[index]
     if call.thread != "main" and all(earlier.thread != call.thread for earlier in forest.calls[:index]):
         return BranchKind.SIDE_CALL if call.thread.startswith("side:") else BranchKind.SUB_AGENT
@@ -86,7 +93,7 @@ def _kind(forest: Forest, history: "_History", index: int) -> BranchKind:
     known = [*history.before(nearest), forest.calls[nearest].reply]
     same = _num_equal(messages, known)
     if same == len(known):
-        return _drift(forest, history, index, nearest)
+        return _drift(forest, history, index, nearest, decode)
     if same == len(known) - 1 and messages[same : same + 1] and messages[same]["role"] == "assistant":
         return BranchKind.REWRITTEN
     replies = [earlier.reply for earlier in forest.calls[:index]]
@@ -98,17 +105,23 @@ def _kind(forest: Forest, history: "_History", index: int) -> BranchKind:
     return BranchKind.REWRITTEN if any(_key(m) in keys for m in _answers(messages)) else BranchKind.UNKNOWN
 
 
-def _drift(forest: Forest, history: "_History", index: int, nearest: int) -> BranchKind:
+def _drift(forest: Forest, history: "_History", index: int, nearest: int, decode: Decode | None) -> BranchKind:
     """The messages continue those of `nearest`, the tokens do not: by where they part, and what was said there."""
-    at = forest.num_shared[index]
+    at, prompt_P = forest.num_shared[index], forest.calls[index].prompt_ids_P
     for earlier in forest.path(nearest):
         call = forest.calls[earlier]
-        if len(call.prompt_ids_P) <= at < len(call.prompt_ids_P) + len(call.response_ids_R):
-            sent_back = history.before(index)[len(history.before(earlier))]
-            if call.reply.get("reasoning_content") and not sent_back.get("reasoning_content"):
-                return BranchKind.REWRITTEN
-            is_plain = not (call.reply.get("reasoning_content") or call.reply.get("tool_calls"))
-            return BranchKind.RETOKENISATION if is_plain else BranchKind.TEMPLATE
+        start = len(call.prompt_ids_P)
+        if not start <= at < start + len(call.response_ids_R):
+            continue
+        sent_back = history.before(index)[len(history.before(earlier))]
+        if call.reply.get("reasoning_content") and not sent_back.get("reasoning_content"):
+            return BranchKind.REWRITTEN
+        sampled = call.response_ids_R[at - start :].tolist()
+        if decode is None:
+            is_same_text = not call.reply.get("reasoning_content")
+        else:
+            is_same_text = decode(prompt_P[at : at + _EXPANSION * len(sampled)].tolist()).startswith(decode(sampled))
+        return BranchKind.RETOKENISATION if is_same_text else BranchKind.TEMPLATE
     return BranchKind.TEMPLATE
 
 
