@@ -222,6 +222,8 @@ STUDY = {"name": "study", "train": {"groups": 1}, "credit": {"weighting": "token
         ("credit.loss=gspo", 1 / 6, 1 / 6, 2 / 6),
         # A token counts 1 / (2 T): both rollouts weigh the same.
         ("credit.weighting=rollout_mean", 0, 1 / 4, 1 / 4),
+        # An optimiser step each, -1/2 and 1/2, of which 2 and 4 tokens are trained.
+        ("credit.weighting=rollout_mean train.mini_batches=2", 1 / 6, 1 / 2, 1 / 2),
         # -A log mu: (1/2 1/2 2 - 1/2 1 4) / 6.
         ("credit.loss=cispo", -1.5 / 6, 1 / 6, 2 / 6),
         # The others' mean instead of all's: twice the advantages.
@@ -231,7 +233,8 @@ STUDY = {"name": "study", "train": {"groups": 1}, "credit": {"weighting": "token
 def test_loss_and_gradient_mass_by_hand(tmp_path, data, setting, loss, success, failure):
     keep(tmp_path, {"a": PAIR}, config=STUDY)
     # Only PPO has a dual clip.
-    both = data("replay", tmp_path, "--set", setting, "--set", "credit.dual_clip=3.0")
+    settings = [*setting.split(), "credit.dual_clip=3.0"]
+    both = data("replay", tmp_path, *(word for each in settings for word in ("--set", each)))
     [was], [now] = both["as run"], both["replayed"]
     assert was["loss"] == pytest.approx(1 / 6)
     assert [now["loss"], now["mass_success"], now["mass_failure"]] == pytest.approx([loss, success, failure], abs=1e-7)
