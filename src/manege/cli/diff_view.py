@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 
 from manege.cli.token_view import pieces, visible
 from manege.cli.tree_view import said
+from manege.trainer.algo.history import messages_before
 from manege.trainer.algo.token_tree import shared_length
 from manege.types import Call, CallId, IntArray, JsonObject
 
@@ -59,7 +60,8 @@ def parting(calls: Sequence[Call], names: tuple[CallId, CallId], tokenizer: Toke
     def window(ids_T: IntArray) -> Sequence[Token]:
         return list(zip(ids_T[first:stop].tolist(), pieces(tokenizer, ids_T, first, stop), strict=True))
 
-    conversations = [_spoken([*_messages(calls, a), a.reply]), _spoken(_messages(calls, b))]
+    by_id = {call.id: call for call in calls}
+    conversations = [_spoken([*messages_before(a, by_id), a.reply]), _spoken(messages_before(b, by_id))]
     message = _first_difference(*conversations)
     texts = None if tokenizer is None else [tokenizer.decode(ids.tolist(), False) for ids in (left, right)]
     return Parting(
@@ -98,16 +100,6 @@ def _same_text(left: IntArray, right: IntArray, tokenizer: Tokenizer) -> bool:
     longest = max(len(tokenizer.decode(ids[:1].tolist(), False)) for ids in (left, right))
     same = _first_difference(a, b)
     return same is None or same >= longest
-
-
-def _messages(calls: Sequence[Call], call: Call) -> Sequence[JsonObject]:
-    """All that it was asked with: a continued call keeps only what is new."""
-    by_id = {each.id: each for each in calls}
-    messages = list(call.request.get("messages") or [])
-    while call.parent is not None and call.parent in by_id:
-        call = by_id[call.parent]
-        messages = [*(call.request.get("messages") or []), call.reply, *messages]
-    return messages
 
 
 def _spoken(messages: Sequence[JsonObject]) -> Sequence[str]:

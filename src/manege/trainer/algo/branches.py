@@ -7,7 +7,7 @@ otherwise because of them.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -15,12 +15,15 @@ from typing import Any
 import numpy as np
 
 from manege.trainer.algo.forest import Forest
-from manege.types import CallId, JsonObject
+from manege.trainer.algo.history import messages_before
+from manege.types import JsonObject
 
 __all__ = ["Branch", "BranchKind", "Decode", "branches"]
 
 Decode = Callable[[Sequence[int]], str]
 """Token ids to text, special tokens included."""
+_Before = Callable[[int], Sequence[JsonObject]]
+"""The messages that a call was asked with."""
 
 _MIN_QUOTE = 20
 """Characters of an answer that a summary must repeat: shorter texts (`yes`, a path) return by chance."""
@@ -65,35 +68,39 @@ class Branch:
 def branches(forest: Forest, decode: Decode | None = None) -> Sequence[Branch]:
     """All branches of one attempt, in the order of the calls. Without `decode`, whether an answer that came back in
     other tokens has another text is guessed from whether it has reasoning, which templates drop."""
-    history = _History(forest)
+    by_id = {call.id: call for call in forest.calls}
+
+    def before(index: int) -> Sequence[JsonObject]:
+        return messages_before(forest.calls[index], by_id)
+
     continued: set[int] = set()
     found: list[Branch] = []
     for index, parent in enumerate(forest.parents):
         if index and (parent is None or parent in continued):
-            found.append(Branch(call=index, kind=_kind(forest, history, index, decode), at=forest.num_shared[index]))
+            found.append(Branch(call=index, kind=_kind(forest, before, index, decode), at=forest.num_shared[index]))
         if parent is not None:
             continued.add(parent)
     return found
 
 
-def _kind(forest: Forest, history: "_History", index: int, decode: Decode | None) -> BranchKind:
+def _kind(forest: Forest, before: _Before, index: int, decode: Decode | None) -> BranchKind:
     call, parent = forest.calls[index], forest.parents[index]
     if call.thread != "main" and all(earlier.thread != call.thread for earlier in forest.calls[:index]):
         return BranchKind.SIDE_CALL if call.thread.startswith("side:") else BranchKind.SUB_AGENT
     if _is_repeated(forest, index):
         return BranchKind.REPEATED
-    messages = history.before(index)
+    messages = before(index)
     if not messages:
         return BranchKind.UNKNOWN if parent is None else BranchKind.FORK
-    if parent is not None and not _answers(messages[len(history.before(parent)) + 1 :]):
+    if parent is not None and not _answers(messages[len(before(parent)) + 1 :]):
         return BranchKind.FORK
     nearest = forest.nearest[index]
     if nearest is None:
         nearest = index - 1
-    known = [*history.before(nearest), forest.calls[nearest].reply]
+    known = [*before(nearest), forest.calls[nearest].reply]
     same = _num_equal(messages, known)
     if same == len(known):
-        return _drift(forest, history, index, nearest, decode)
+        return _drift(forest, before, index, nearest, decode)
     if same == len(known) - 1 and messages[same : same + 1] and messages[same]["role"] == "assistant":
         return BranchKind.REWRITTEN
     replies = [earlier.reply for earlier in forest.calls[:index]]
@@ -105,7 +112,7 @@ def _kind(forest: Forest, history: "_History", index: int, decode: Decode | None
     return BranchKind.REWRITTEN if any(_key(m) in keys for m in _answers(messages)) else BranchKind.UNKNOWN
 
 
-def _drift(forest: Forest, history: "_History", index: int, nearest: int, decode: Decode | None) -> BranchKind:
+def _drift(forest: Forest, before: _Before, index: int, nearest: int, decode: Decode | None) -> BranchKind:
     """The messages continue those of `nearest`, the tokens do not: by where they part, and what was said there."""
     at, prompt_P = forest.num_shared[index], forest.calls[index].prompt_ids_P
     for earlier in forest.path(nearest):
@@ -113,7 +120,7 @@ def _drift(forest: Forest, history: "_History", index: int, nearest: int, decode
         start = len(call.prompt_ids_P)
         if not start <= at < start + len(call.response_ids_R):
             continue
-        sent_back = history.before(index)[len(history.before(earlier))]
+        sent_back = before(index)[len(before(earlier))]
         if call.reply.get("reasoning_content") and not sent_back.get("reasoning_content"):
             return BranchKind.REWRITTEN
         sampled = call.response_ids_R[at - start :].tolist()
@@ -130,27 +137,6 @@ def _is_repeated(forest: Forest, index: int) -> bool:
     return forest.num_shared[index] >= len(prompt_P) and any(
         np.array_equal(earlier.prompt_ids_P, prompt_P) for earlier in forest.calls[:index]
     )
-
-
-class _History:
-    """The messages that a call was asked with: those of the call that the gateway continued, its answer, and the new
-    ones."""
-
-    def __init__(self, forest: Forest) -> None:
-        self._forest = forest
-        self._index: Mapping[CallId, int] = {call.id: index for index, call in enumerate(forest.calls)}
-
-    def before(self, index: int) -> Sequence[JsonObject]:
-        """Empty for text completions."""
-        parts: list[Sequence[JsonObject]] = []
-        at: int | None = index
-        while at is not None:
-            call = self._forest.calls[at]
-            parts.append(call.request.get("messages") or [])
-            at = self._index.get(call.parent) if call.parent is not None else None
-            if at is not None:
-                parts.append([self._forest.calls[at].reply])
-        return [message for part in reversed(parts) for message in part]
 
 
 def _answers(messages: Sequence[JsonObject]) -> Sequence[JsonObject]:
