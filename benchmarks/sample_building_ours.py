@@ -64,10 +64,11 @@ def our_call(name, turn, call):
 
 def build(groups):
     batch = build_batch(groups, CreditConfig(), success_reward=1.0, rng=random.Random(0))
-    sequences = (item.sample.ids_T for item in batch.samples)
+    samples = batch.samples
+    sequences = (item.sample.ids_T for item in samples)
     batches = micro_batches(sequences, MICRO_BATCH_TOKENS, share=True)
-    trained = sum(packed([batch.samples[index] for index in indices]) for indices in batches)
-    return {"samples": len(batch.samples), "trained": trained}
+    trained = sum(packed([samples[index] for index in indices]) for indices in batches)
+    return {"samples": len(samples), "trained": trained}
 
 
 def packed(items):

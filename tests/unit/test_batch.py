@@ -241,11 +241,13 @@ def test_fragmentation_is_told_by_rollout():
     assert metrics["call_unique_fraction"] == sum(2 + 2 * size for size in sizes if size) / (4 * 24)
 
 
-def test_replaced_groups_count_in_reward_and_success_only():
+def test_replaced_groups_count_in_reward_and_success_and_are_accounted_for():
     batch = build([group("a", [1, 0])], replaced=[group("b", [1, 1])])
     assert (batch.metrics["reward_mean"], batch.metrics["success_rate"]) == (0.75, 0.75)
     assert (batch.metrics["num_rollouts"], batch.metrics["constant_groups"]) == (2, 0)
     assert {item.weight for item in batch.samples} == {1 / 4}
+    assert batch.ledger.tokens == {Reason.TRAINED: 4, Reason.REPLACED: 4}
+    check_trained(batch.ledger, 1.0)
 
 
 def test_shuffled_rewards_are_the_same_rewards_of_other_rollouts():
@@ -277,7 +279,7 @@ def test_a_step_with_too_few_trained_tokens_stops_with_its_largest_reasons_and_w
 
 
 def test_every_reason_has_a_remedy():
-    assert set(REMEDIES) == set(Reason) - {Reason.TRAINED}
+    assert set(REMEDIES) == set(Reason) - {Reason.TRAINED, Reason.REPLACED}
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, assume, find, given, settings
 from hypothesis import strategies as st
-from torch.nn.functional import linear
 
 from manege import credit_config
 from manege.config import CreditConfig, TrainConfig
 from manege.model.attend import causal_attend
 from manege.model.folder import open_folder
-from manege.model.llama import Llama
-from manege.model.load import read_weights
+from manege.model.load import load_model
 from manege.trainer.algo.advantage import sample_advantages
 from manege.trainer.engines.torch import TorchEngine
 from manege.trainer.losses.combine import token_loss
@@ -53,18 +51,9 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-class Exact(Llama):
-    """Our Llama with logits as fine as its weights. Its own are float32: noise of up to 2e-6 of a gradient."""
-
-    def logits(self, hidden_NE):
-        return linear(hidden_NE, self.module.get_parameter("model.embed_tokens.weight"))
-
-
 def make_engine(**config):
     """With the model's parameters; the policy has moved away from the reference."""
-    model = Exact(FOLDER.config)
-    model.module.double()
-    read_weights(model, FOLDER.path)
+    model = load_model(FOLDER, dtype=torch.float64)
     engine = TorchEngine(model, FOLDER, TrainConfig(**config), reference=True)
     generator = torch.Generator().manual_seed(0)
     parameters = list(model.module.parameters())

@@ -139,7 +139,7 @@ def test_a_ledger_that_does_not_add_up_stops_the_step():
 
 def test_ledgers_of_rollouts_add_up_to_that_of_the_step():
     _, one = build([make_call("a", [1, 2], [3]), make_call("b", [1, 2], [4], delivered=Delivered.NO)])
-    total = sum_ledgers([one, one.without_verdict()])
+    total = sum_ledgers([one, one.left_out(Reason.NO_VERDICT)])
     assert total.sampled == 4
     assert total.tokens == {Reason.TRAINED: 1, Reason.NOT_DELIVERED: 2, Reason.NO_VERDICT: 1}
 

@@ -83,6 +83,7 @@ class Parts:
 
     client: Client
     train_engine: TrainEngine | None
+    folder: ModelFolder
 
 
 def check_agents(config: RunConfig, tasks: Sequence[Task], console: Console) -> None:
@@ -109,7 +110,7 @@ async def serving(config: RunConfig, *, train: bool) -> AsyncIterator[Parts]:
         )
         client = await stack.enter_async_context(Client(server.url, server.key))
         await stack.enter_async_context(controlling(client, config))
-        yield Parts(client=client, train_engine=train_engine)
+        yield Parts(client=client, train_engine=train_engine, folder=model_folder)
 
 
 def local_engine(model: ModelConfig, config: EngineConfig, *, seed: int) -> tuple[ModelFolder, Engine]:
@@ -171,8 +172,9 @@ async def train_engine_alone(config: RunConfig, client: Client) -> AsyncIterator
     """A train engine for a gateway elsewhere."""
     async with client:
         await client.state()
-        engine = await asyncio.to_thread(_train_engine_apart, config, open_folder(config.model.path))
-        yield Parts(client=client, train_engine=engine)
+        folder = open_folder(config.model.path)
+        engine = await asyncio.to_thread(_train_engine_apart, config, folder)
+        yield Parts(client=client, train_engine=engine, folder=folder)
 
 
 @dataclass(frozen=True, slots=True)

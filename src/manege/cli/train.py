@@ -61,6 +61,7 @@ async def execute(arguments: argparse.Namespace) -> int:
                     train_tasks=train_tasks,
                     heldout_tasks=heldout_tasks,
                     clock=time.time,
+                    decode=parts.folder.decode,
                     resume=arguments.resume,
                 )
                 rows = await _train(trainer, parts.client, view)

@@ -7,7 +7,7 @@ of a model and no more.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,10 @@ class ModelFolder:
     """Tokens that end an answer; not empty."""
     context_limit: int
     """Prompt + answer tokens."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids, special tokens included."""
+        return self.tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
 def open_folder(path: str) -> ModelFolder:

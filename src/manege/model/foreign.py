@@ -60,7 +60,8 @@ class Foreign:
 
     def logits(self, hidden_NE: Tensor) -> Tensor:
         """(N, V) in float32."""
-        return self._head(hidden_NE).float()
+        logits_NV = self._head(hidden_NE)
+        return logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
 
 
 def load_foreign(folder: ModelFolder, device: str | torch.device, dtype: torch.dtype) -> Foreign:

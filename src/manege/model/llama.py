@@ -123,7 +123,8 @@ class Llama:
     def logits(self, hidden_NE: Tensor) -> Tensor:
         """(N, V) in float32."""
         head = self._module.lm_head or self._module.model.embed_tokens
-        return linear(hidden_NE, head.weight).float()
+        logits_NV = linear(hidden_NE, head.weight)
+        return logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
 
 
 def can_compute(config: Mapping[str, Any]) -> bool:

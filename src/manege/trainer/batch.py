@@ -15,11 +15,19 @@ from typing import Any
 import numpy as np
 
 from manege.config import CreditConfig
+from manege.trainer.algo.branches import Decode
 from manege.trainer.algo.ledger import Ledger, sum_ledgers
 from manege.trainer.algo.weights import sample_weights
 from manege.trainer.batch_metrics import batch_metrics, reward_metrics
 from manege.trainer.collect import Group
-from manege.trainer.credit import CreditedRollout, credit_group, has_gradient, sample_rules, shaped_rewards
+from manege.trainer.credit import (
+    CreditedRollout,
+    credit_group,
+    has_gradient,
+    replaced_ledgers,
+    sample_rules,
+    shaped_rewards,
+)
 from manege.trainer.engines.base import WeightedSample
 
 __all__ = ["Batch", "build_batch", "is_informative"]
@@ -35,7 +43,7 @@ class Batch:
     rollouts: Sequence[CreditedRollout]
     """All rollouts of the groups, in their order."""
     ledger: Ledger
-    """Of all sampled tokens of the groups."""
+    """Of all sampled tokens of the step."""
     metrics: Mapping[str, Any]
 
     @property
@@ -53,9 +61,10 @@ def build_batch(
     num_mini_batches: int = 1,
     max_sample_tokens: int | None = None,
     replaced: Sequence[Group] = (),
+    decode: Decode | None = None,
 ) -> Batch:
-    """`rng`: for `shuffle_rewards`; `replaced`: groups that others stand for, which count in reward and success only.
-    Raises TrainerError when tokens do not add up."""
+    """`rng`: for `shuffle_rewards`; `replaced`: groups that others stand for: they count in reward, success and ledger;
+    `decode`: for the kinds of branches. Raises TrainerError when tokens do not add up."""
     rewards = [shaped_rewards(group, credit) for group in groups]
     if credit.shuffle_rewards:
         rewards = _shuffled(rewards, rng)
@@ -63,7 +72,8 @@ def build_batch(
     credited = [credit_group(group, row, credit, rules) for group, row in zip(groups, rewards, strict=True)]
     rollouts = [rollout for row in credited for rollout in row]
     judged = [rollout for rollout in rollouts if rollout.reward is not None]
-    ledger = sum_ledgers([rollout.ledger for rollout in rollouts])
+    left_out = [ledger for group in replaced for ledger in replaced_ledgers(group, rules)]
+    ledger = sum_ledgers([*(rollout.ledger for rollout in rollouts), *left_out])
     return Batch(
         mini_batches=[
             _weighted([judged[index] for index in part], credit)
@@ -71,7 +81,7 @@ def build_batch(
         ],
         rollouts=rollouts,
         ledger=ledger,
-        metrics={**reward_metrics([*groups, *replaced], success_reward), **batch_metrics(credited, ledger)},
+        metrics={**reward_metrics([*groups, *replaced], success_reward), **batch_metrics(credited, ledger, decode)},
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from manege.trainer.algo.branches import branches
+from manege.trainer.algo.branches import Decode, branches
 from manege.trainer.algo.ledger import Fate, Ledger
 from manege.trainer.collect import Group
 from manege.trainer.credit import CreditedRollout, verdict
@@ -26,8 +26,10 @@ def reward_metrics(groups: Sequence[Group], success_reward: float) -> Mapping[st
     }
 
 
-def batch_metrics(groups: Sequence[Sequence[CreditedRollout]], ledger: Ledger) -> Mapping[str, Any]:
-    """Of the groups that are trained on."""
+def batch_metrics(
+    groups: Sequence[Sequence[CreditedRollout]], ledger: Ledger, decode: Decode | None
+) -> Mapping[str, Any]:
+    """Of the groups that are trained on; `ledger` is of all that was sampled for the step."""
     rollouts = [rollout for group in groups for rollout in group]
     judged = [rollout for rollout in rollouts if rollout.reward is not None]
     num_samples = [len(rollout.samples) for rollout in judged if rollout.samples]
@@ -44,6 +46,7 @@ def batch_metrics(groups: Sequence[Sequence[CreditedRollout]], ledger: Ledger) -
         "lone_groups": num_verdicts.count(1),
         **_fragmentation(num_samples),
         **_tokens(rollouts, ledger),
+        "branches": _branches(rollouts, decode),
     }
 
 
@@ -60,7 +63,6 @@ def _fragmentation(num_samples: Sequence[int]) -> Mapping[str, Any]:
 
 
 def _tokens(rollouts: Sequence[CreditedRollout], ledger: Ledger) -> Mapping[str, Any]:
-    kinds = Counter(branch.kind.value for rollout in rollouts for branch in branches(rollout.forest))
     of_calls = sum(
         len(call.prompt_ids_P) + len(call.response_ids_R) for rollout in rollouts for call in rollout.forest.calls
     )
@@ -73,8 +75,11 @@ def _tokens(rollouts: Sequence[CreditedRollout], ledger: Ledger) -> Mapping[str,
         "trained_fraction": ledger.trained / max(1, ledger.sampled),
         "tokens_by_reason": {reason.value: count for reason, count in ledger.tokens.items() if count},
         "call_unique_fraction": sum(rollout.forest.num_unique for rollout in rollouts) / max(1, of_calls),
-        "branches": dict(kinds),
     }
+
+
+def _branches(rollouts: Sequence[CreditedRollout], decode: Decode | None) -> Mapping[str, int]:
+    return Counter(branch.kind.value for rollout in rollouts for branch in branches(rollout.forest, decode))
 
 
 def _mean(values: Sequence[float]) -> float:

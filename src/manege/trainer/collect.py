@@ -82,7 +82,7 @@ class GroupFeed:
             task=task,
             rollouts=rollouts,
             calls=[calls.get(rollout.spec.id, []) for rollout in rollouts],
-            call_rewards=[await self._earned(rollout.spec.id) for rollout in rollouts if self._call_rewards],
+            call_rewards=[await self._earned(rollout.spec.id) for rollout in rollouts if self._earns(rollout)],
         )
 
     async def cancel_open(self) -> None:
@@ -91,6 +91,9 @@ class GroupFeed:
             for rollout_id in waiting:
                 await self._client.cancel(rollout_id)
         self._open.clear()
+
+    def _earns(self, rollout: Rollout) -> bool:
+        return self._call_rewards and rollout.spec.is_train
 
     async def _earned(self, rollout_id: RolloutId) -> Mapping[CallId, float]:
         """The last word on each call counts."""

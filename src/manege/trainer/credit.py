@@ -14,14 +14,22 @@ from manege.config import CreditConfig
 from manege.trainer.algo.advantage import group_advantages, sample_advantages
 from manege.trainer.algo.fates import SampleRules
 from manege.trainer.algo.forest import Forest, build_forest
-from manege.trainer.algo.ledger import Ledger
+from manege.trainer.algo.ledger import Ledger, Reason
 from manege.trainer.algo.returns import Earned, return_advantages
 from manege.trainer.algo.samples import Sample, build_samples
 from manege.trainer.algo.shaping import overlong_penalty
 from manege.trainer.collect import Group
 from manege.types import Call, CallId, FinishReason, FloatArray, Rollout
 
-__all__ = ["CreditedRollout", "credit_group", "has_gradient", "sample_rules", "shaped_rewards", "verdict"]
+__all__ = [
+    "CreditedRollout",
+    "credit_group",
+    "has_gradient",
+    "replaced_ledgers",
+    "sample_rules",
+    "shaped_rewards",
+    "verdict",
+]
 
 _ZERO = 1e-9
 """Advantages below are rounding: rewards are of the order of 1."""
@@ -88,7 +96,7 @@ def credit_group(
             rollout=rollout,
             forest=forest,
             samples=samples,
-            ledger=ledger.without_verdict() if reward is None else ledger,
+            ledger=ledger.left_out(Reason.NO_VERDICT) if reward is None else ledger,
             reward=reward,
             advantages=row,
         )
@@ -96,6 +104,11 @@ def credit_group(
             group.rollouts, forests, built, rewards_G, advantages, strict=True
         )
     ]
+
+
+def replaced_ledgers(group: Group, rules: SampleRules) -> Sequence[Ledger]:
+    """Of each rollout of a group that another one stands for."""
+    return [build_samples(build_forest(calls), rules)[1].left_out(Reason.REPLACED) for calls in group.calls]
 
 
 def _length_penalty(calls: Sequence[Call], credit: CreditConfig) -> float:

@@ -51,12 +51,14 @@ def diagnose(groups: Sequence[Group], max_failed_fraction: float) -> None:
 
 
 def check_trained(ledger: Ledger, min_fraction: float) -> None:
-    """Raises TrainerError with the largest reasons when less of a step's sampled tokens is trained."""
-    if ledger.trained >= min_fraction * ledger.sampled:
+    """Raises TrainerError with the largest reasons when less of a step's sampled tokens is trained; replaced groups,
+    which were left out on purpose, apart."""
+    sampled = ledger.sampled - ledger.tokens.get(Reason.REPLACED, 0)
+    if ledger.trained >= min_fraction * sampled:
         return
     lost = sorted(((count, reason) for reason, count in ledger.tokens.items() if reason in REMEDIES), reverse=True)
     shown = [f"{count} {reason} ({REMEDIES[reason]})" for count, reason in lost[:_NUM_SHOWN] if count]
     raise TrainerError(
-        f"{ledger.trained} of {ledger.sampled} sampled tokens of this step are trained, less than "
+        f"{ledger.trained} of {sampled} sampled tokens of this step are trained, less than "
         f"credit.min_trained_fraction = {min_fraction:g}. The others: {'; '.join(shown)}"
     )

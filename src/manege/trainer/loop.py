@@ -18,6 +18,7 @@ from manege.client import Client
 from manege.config import RunConfig
 from manege.errors import ManegeError, TrainerError
 from manege.logs import get_logger, kv
+from manege.trainer.algo.branches import Decode
 from manege.trainer.batch import Batch, build_batch, is_informative
 from manege.trainer.checkpoint import TrainerState, latest_checkpoint, load_checkpoint, save_checkpoint
 from manege.trainer.collect import Group, GroupFeed
@@ -83,12 +84,13 @@ class Trainer:
         train_tasks: Sequence[Task],
         heldout_tasks: Sequence[Task],
         clock: Callable[[], float],
+        decode: Decode,
         resume: bool = False,
     ) -> None:
-        """Raises TrainerError for a setting that the engine cannot carry out."""
+        """`decode`: the trained model's. Raises TrainerError for a setting that the engine cannot carry out."""
         _check_capabilities(config, engine)
         self._config, self._client, self._engine, self._observer = config, client, engine, observer
-        self._clock, self._resume = clock, resume
+        self._clock, self._decode, self._resume = clock, decode, resume
         self._paths = _Paths(config.run_folder)
         self._run = RunId(config.name)
         self._metrics = MetricsFile(self._paths.metrics)
@@ -159,6 +161,7 @@ class Trainer:
             num_mini_batches=self._config.train.mini_batches,
             max_sample_tokens=self._max_sample_tokens,
             replaced=drawn.replaced,
+            decode=self._decode,
         )
         check_trained(batch.ledger, self._config.credit.min_trained_fraction)
         if batch.metrics["lone_groups"] and not self._warned:

@@ -46,6 +46,8 @@ class Reason(StrEnum):
     """Nothing was sampled (0 tokens, a call)."""
     NO_VERDICT = "no_verdict"
     """The rollout has no reward that counts."""
+    REPLACED = "replaced"
+    """Its group taught nothing, and another one stands for it."""
 
     @property
     def fate(self) -> Fate:
@@ -88,11 +90,11 @@ class Ledger:
         """Tokens in the loss."""
         return self.of(Fate.TRAINED)
 
-    def without_verdict(self) -> "Ledger":
-        """The same rollout when it has no reward: what would be trained is excluded, and nothing is read."""
+    def left_out(self, reason: Reason) -> "Ledger":
+        """The same rollout where nothing of it is trained: what would be is excluded, and nothing is read."""
         tokens, calls = Counter(self.tokens), Counter(self.calls)
         for counter in (tokens, calls):
-            counter[Reason.NO_VERDICT] += counter.pop(Reason.TRAINED, 0)
+            counter[reason] += counter.pop(Reason.TRAINED, 0)
         return Ledger(sampled=self.sampled, tokens=tokens, calls=calls, context=0)
 
 

@@ -154,7 +154,7 @@ class TorchEngine:
         return PackedSamples(samples, share=share, device=parameter.device, dtype=parameter.dtype)
 
     def _micro_batches(self, samples: Sequence[Sample]) -> Sequence[Sequence[int]]:
-        sequences = [sample.ids_T for sample in samples]
+        sequences = (sample.ids_T for sample in samples)
         return micro_batches(sequences, self._config.micro_batch_tokens, share=self._config.prefix_tree)
 
     def _num_parameters(self) -> int:
