@@ -135,23 +135,19 @@ def draw_samples(axes: Axes, rows: Rows) -> None:
 
 
 def draw_cosines(axes: Axes, rows: Rows) -> None:
-    """Cosine of each setting's mean gradient with the per-rollout truth."""
+    """Of each setting's mean gradient: filled with the per-rollout one, open with that of the success rate."""
     places = sorted({(list(KINDS).index(row["kind"]), row["after_steps"], row["kind"]) for row in rows})
-    for offset, (setting, colour) in enumerate(COLOURS.items()):
-        for place, (_, steps, kind) in enumerate(places):
-            [row] = [
-                row
-                for row in rows
-                if (row["kind"], row["after_steps"], row["setting"], row["truth"])
-                == (kind, steps, setting, PER_ROLLOUT)
-            ]
-            cosine = row["cosine"]
-            x = place + (offset - 2) * 0.13
-            axes.plot([x, x], [cosine["low"], cosine["high"]], color=colour, linewidth=1.4)
-            axes.plot(x, cosine["value"], "o", color=colour, markersize=4)
+    found = {(row["kind"], row["after_steps"], row["setting"], row["truth"]): row["cosine"] for row in rows}
+    for truth, face, shift in ((PER_ROLLOUT, None, -0.03), (EXPECTED_SUCCESS, "white", 0.03)):
+        for offset, (setting, colour) in enumerate(COLOURS.items()):
+            for place, (_, steps, kind) in enumerate(places):
+                cosine = found[kind, steps, setting, truth]
+                x = place + (offset - 2) * 0.15 + shift
+                axes.plot([x, x], [cosine["low"], cosine["high"]], color=colour, linewidth=1)
+                axes.plot(x, cosine["value"], "o", color=colour, markerfacecolor=face or colour, markersize=4)
     axes.set_xticks(range(len(places)), [f"{kind},\nstep {steps}" for _, steps, kind in places], fontsize=8)
     axes.axhline(1, color="grey", linewidth=0.6)
-    axes.set(title="cosine with the per-rollout gradient", ylim=(min(0.0, axes.get_ylim()[0]), 1.05))
+    axes.set(title="cosine: per rollout (filled), success (open)", ylim=(0, 1.05))
 
 
 def draw(curves: Rows, gradients: Rows, path: Path) -> None:
@@ -166,7 +162,7 @@ def draw(curves: Rows, gradients: Rows, path: Path) -> None:
         axes.title.set_fontsize(10)
         axes.grid(alpha=0.25, linewidth=0.5)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=90)
 
 
 def main() -> None:
@@ -178,7 +174,8 @@ def main() -> None:
     curves, gradients = read_lines(asked.curves), read_lines(asked.gradients)
     for kind in KINDS:
         print("\n".join(learning_table(curves, kind)) + "\n")
-    for kind, steps in sorted({(row["kind"], row["after_steps"]) for row in gradients}):
+    places = {(row["kind"], row["after_steps"]) for row in gradients}
+    for kind, steps in sorted(places, key=lambda place: (list(KINDS).index(place[0]), place[1])):
         print("\n".join(gradient_table(gradients, kind, steps)) + "\n")
     draw(curves, gradients, asked.figure)
 

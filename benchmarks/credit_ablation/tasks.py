@@ -3,7 +3,8 @@
 Two kinds of task for the same agent and model, chosen by `num_letters`:
     retry  (1 letter)   the untrained model fails by asking in vain until its turns are used up: failures fall into
                         more samples than successes
-    gather (2 letters)  it fails by answering before it has everything: successes fall into more samples
+    gather (2 letters)  it fails by answering before it has everything: successes fall into more samples, until it has
+                        learnt to ask on, after which failures do
 """
 
 import random
