@@ -8,6 +8,7 @@ import pytest
 
 from manege.harnesses.harness import load, names
 from manege.trainer.algo.forest import build_forest
+from manege.trainer.algo.ledger import Reason
 from manege.trainer.algo.samples import build_samples
 from manege.types import Outcome
 from tests.harnesses.matrix import record
@@ -35,7 +36,7 @@ async def test_the_task_is_done_and_every_token_is_captured_once(name, tmp_path)
     assert len(main) == 4
     assert {call.thread for call in calls} - {"main"} == row.side_threads
     samples, ledger = build_samples(build_forest(calls))
-    assert (ledger.dead, ledger.excluded) == (0, 0)
+    assert ledger.tokens == {Reason.TRAINED: ledger.sampled}
     assert all(num_trained_in(samples, call) == 1 for call in calls)
     in_main = [sample for sample in samples if sample.call_ids[-1] in {call.id for call in main}]
     if row.one_sample:
@@ -77,7 +78,7 @@ async def check_sub_agent(name, reply, folder):
     assert re.fullmatch(r"agent:[\w-]+", agent)
     assert threads[agent] == 2
     samples, ledger = build_samples(build_forest(ran.calls))
-    assert (ledger.dead, ledger.excluded) == (0, 0)
+    assert ledger.tokens == {Reason.TRAINED: ledger.sampled}
     assert all(num_trained_in(samples, call) == 1 for call in ran.calls)
     assert len(samples) == 2 + len(ROWS[name].side_threads)
 

@@ -5,11 +5,8 @@ the ids that were sampled, so that only what the harness really changed makes a 
 """
 
 import asyncio
-import gzip
-import json
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 
 import httpx
 import openai
@@ -25,26 +22,14 @@ from manege.trainer.algo.ledger import Fate, Reason
 from manege.trainer.algo.samples import build_samples
 from manege.types import Delivered, RolloutId, RolloutSpec, RunId, Task
 from tests.conftest import OPERATOR_KEY
+from tests.golden_rollouts import NUM_SAMPLES as NUM_SAMPLES_AS_GIVEN
+from tests.golden_rollouts import SCENARIOS
 from tests.system.agents.asking import calls_of, until
 from tests.toy_renderer import ToyRenderer
 
 pytestmark = pytest.mark.anyio
 
-GOLDEN = json.loads(gzip.decompress((Path(__file__).parents[1] / "golden" / "rollouts.json.gz").read_bytes()))
-SCENARIOS = {scenario["name"]: scenario["calls"] for scenario in GOLDEN["scenarios"]}
-NUM_SAMPLES = {
-    "linear": 1,
-    "drift at 2 of 8 turns": 1,
-    "drift at every turn": 1,
-    "reasoning stripped each turn": 8,
-    "one answer rewritten by harness": 2,
-    "2 interleaved conversations": 2,
-    "parent + 3 parallel sub-agents": 4,
-    "compaction once": 2,
-    "4 equal prompts, all used": 4,
-    "system nonce each call": 8,
-    "3 shared turns, then 2 different continuations": 2,
-}
+NUM_SAMPLES = {**NUM_SAMPLES_AS_GIVEN, "drift at 2 of 8 turns": 1, "drift at every turn": 1}
 RETRIES = ["client retry, 2nd kept", "client retry, 1st kept"]
 NOISY_HARNESS = parse(
     "noisy",

@@ -259,7 +259,7 @@ def test_a_replay_may_refill_groups_and_leaves_out_what_its_trainer_gave_up(tmp_
     assert [step["num_rollouts"] for step in was] == [4, 4]
     # b for a; f for e, after c and d.
     assert [step["refilled_groups"] for step in now] == [1, 1]
-    assert [step["tokens_by_reason"] for step in now] == [{"trained": 6}] * 2
+    assert [step["tokens_by_reason"] for step in now] == [{"trained": 6, "replaced": 5}] * 2
     assert "replaced by others" in answer("replay", tmp_path, *refill, "--set", "train.groups=1")
     assert "study, replayed: its complete groups make no step yet" in refusal("replay", tmp_path, *refill)
 

@@ -43,6 +43,9 @@ def one_call(rollout, num_tokens=2, **changes):
     return make_call(f"{rollout}.0", [1, 2, 3], [9] * num_tokens, rollout=rollout, **changes)
 
 
+NO_IDS = make_call("flawed", [], [], flaw="no token ids")
+
+
 def build(groups, credit=CENTRED, **options):
     return build_batch(groups, credit, **({"success_reward": 1.0, "rng": random.Random(0)} | options))
 
@@ -287,6 +290,7 @@ def test_every_reason_has_a_remedy():
     [
         ([1, 0, 1], [[], [], [one_call("a2")]], "2 of 3 rollouts of this step made no model call"),
         ([None, None, 1], None, "2 of 3 rollouts of this step have no reward"),
+        ([1, 0, 1], [[NO_IDS], [NO_IDS, NO_IDS], [NO_IDS, one_call("a2")]], "2 of 3 .* have no call with token ids"),
     ],
 )
 def test_a_step_in_which_most_rollouts_came_to_nothing_stops(rewards, calls, message):

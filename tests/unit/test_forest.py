@@ -9,21 +9,7 @@ from manege.trainer.algo.forest import build_forest
 from manege.trainer.algo.samples import build_samples
 from manege.types import Delivered
 from tests.calls import make_call
-from tests.golden_rollouts import golden_calls
-
-NUM_SAMPLES = {
-    "linear": 1,
-    "drift at 2 of 8 turns": 3,
-    "drift at every turn": 8,
-    "reasoning stripped each turn": 8,
-    "one answer rewritten by harness": 2,
-    "2 interleaved conversations": 2,
-    "parent + 3 parallel sub-agents": 4,
-    "compaction once": 2,
-    "4 equal prompts, all used": 4,
-    "system nonce each call": 8,
-    "3 shared turns, then 2 different continuations": 2,
-}
+from tests.golden_rollouts import NUM_SAMPLES, golden_calls
 
 
 @pytest.mark.parametrize("name", NUM_SAMPLES)

@@ -74,6 +74,7 @@ def _tokens(rollouts: Sequence[CreditedRollout], ledger: Ledger) -> Mapping[str,
         "context_tokens": ledger.context,
         "trained_fraction": ledger.trained / max(1, ledger.sampled),
         "tokens_by_reason": {reason.value: count for reason, count in ledger.tokens.items() if count},
+        "calls_by_reason": {reason.value: count for reason, count in ledger.calls.items() if count},
         "call_unique_fraction": sum(rollout.forest.num_unique for rollout in rollouts) / max(1, of_calls),
     }
 

@@ -30,7 +30,10 @@ REMEDIES: Mapping[Reason, str] = {
 def diagnose(groups: Sequence[Group], max_failed_fraction: float) -> None:
     """Raises TrainerError that says what most rollouts of the step lack."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    silent = [r for group in groups for r, calls in zip(group.rollouts, group.calls, strict=True) if not calls]
+    with_calls = [pair for group in groups for pair in zip(group.rollouts, group.calls, strict=True)]
+    silent = [rollout for rollout, calls in with_calls if not calls]
+    # A call with a flaw has no token ids: nothing could ever be trained on it.
+    flawed = [rollout for rollout, calls in with_calls if calls and all(call.flaw for call in calls)]
     unjudged = [rollout for rollout in rollouts if verdict(rollout) is None]
     for failed, lack, hint in (
         (
@@ -38,6 +41,7 @@ def diagnose(groups: Sequence[Group], max_failed_fraction: float) -> None:
             "made no model call",
             "does the agent take its base URL and key from the environment (OPENAI_BASE_URL, OPENAI_API_KEY)?",
         ),
+        (flawed, "have no call with token ids", REMEDIES[Reason.NO_IDS] + "."),
         (unjudged, "have no reward", "does the scorer return a number, and do attempts end without infra_error?"),
     ):
         if len(failed) > max_failed_fraction * len(rollouts):

@@ -51,6 +51,7 @@ METRICS: Mapping[str, str] = {
     "excluded_tokens": "sampled tokens left out for another reason",
     "context_tokens": "sampled tokens that are only read, in a sample beside the one that trains them",
     "tokens_by_reason": "sampled tokens by what became of them and why; adds up to sampled_tokens",
+    "calls_by_reason": "calls by the same reasons; those without usable tokens appear here only",
     "trained_fraction": "share of the sampled tokens that count in the loss, also with advantage zero",
     "unique_tokens": "tokens computed by the update; shared prefixes count once",
     "total_tokens": "tokens of all samples of the update",

@@ -14,6 +14,7 @@ from manege.engine.local import LocalEngine
 from manege.model.folder import open_folder
 from manege.model.load import load_model
 from manege.trainer.algo.forest import build_forest
+from manege.trainer.algo.ledger import Reason
 from manege.trainer.algo.samples import build_samples
 from tests.system.agents.asking import ask, calls_of, user
 
@@ -64,7 +65,7 @@ async def check_excluded(store):
     assert all(call.constrained for call in calls)
     samples, ledger = build_samples(build_forest(calls))
     assert samples == []
-    assert ledger.excluded == ledger.sampled > 0
+    assert ledger.tokens[Reason.CONSTRAINED] == ledger.sampled > 0
 
 
 def arguments_of(name, arguments):
