@@ -18,7 +18,7 @@ def micro_batches(sequences: Iterable[IntArray], max_tokens: int, *, share: bool
     tree = TokenTree()
     lengths: list[int] = []
     for index, sequence in enumerate(sequences):
-        tree.add(sequence, index)
+        tree.add(index, sequence)
         lengths.append(len(sequence))
     batches: list[list[int]] = []
     size = 0

@@ -5,6 +5,7 @@ then delivery: an answer that nothing continued is dead if the agent did not get
 answer to the same request was used. A delivered answer is a second use, never a retry.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -55,7 +56,8 @@ def _defect(call: Call) -> Reason | None:
     # The first token of a sequence has nothing that predicts it.
     if not len(call.prompt_ids_P):
         return Reason.NO_IDS
-    return None if np.isfinite(call.logprobs_R).all() else Reason.NO_LOGPROBS
+    # NaN and infinity survive a sum.
+    return None if math.isfinite(call.logprobs_R.sum()) else Reason.NO_LOGPROBS
 
 
 def _rule(call: Call, rules: SampleRules) -> Reason | None:

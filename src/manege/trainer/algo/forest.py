@@ -10,8 +10,6 @@ in the tokens (token_tree.py).
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from manege.trainer.algo.token_tree import TokenTree
 from manege.types import Call, Delivered
 
@@ -55,7 +53,7 @@ def build_forest(calls: Sequence[Call]) -> Forest:
     parents: list[int | None] = []
     num_shared, nearest = [], []
     for index, call in enumerate(calls):
-        placed = tree.add(np.concatenate([call.prompt_ids_P, call.response_ids_R]), index)
+        placed = tree.add(index, call.prompt_ids_P, call.response_ids_R)
         parents.append(_parent(calls, call, placed.prefixes))
         num_shared.append(placed.num_shared)
         nearest.append(placed.nearest)
@@ -63,9 +61,9 @@ def build_forest(calls: Sequence[Call]) -> Forest:
 
 
 def _parent(calls: Sequence[Call], child: Call, prefixes: Sequence[tuple[int, Sequence[int]]]) -> int | None:
-    for length, items in reversed(prefixes):
-        room = len(child.prompt_ids_P) - length
-        candidates = [c for c in items if room > 0 or (room == 0 and len(calls[c].response_ids_R))]
+    for length, items in prefixes:
+        is_whole = length == len(child.prompt_ids_P)
+        candidates = [c for c in items if not is_whole or len(calls[c].response_ids_R)]
         if candidates:
             return max(candidates, key=lambda c: (calls[c].id == child.parent, calls[c].delivered is Delivered.YES, c))
     return None

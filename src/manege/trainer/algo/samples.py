@@ -12,7 +12,7 @@ Worked example: call A (prompt p, answer a); B and C both continue A. Paths: A-B
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,7 +55,7 @@ class Sample:
     """The path, root first."""
 
     def __post_init__(self) -> None:
-        if not self.num_trained == len(self.logprobs_M) == len(self.versions_M):
+        if not sum(span.stop - span.start for span in self.spans) == len(self.logprobs_M) == len(self.versions_M):
             raise TrainerError(f"sample of rollout {self.rollout_id}: its arrays have unequal lengths")
 
     @property
@@ -66,7 +66,7 @@ class Sample:
     @property
     def num_trained(self) -> int:
         """M."""
-        return sum(span.stop - span.start for span in self.spans)
+        return len(self.logprobs_M)
 
     @property
     def ids_T(self) -> IntArray:
@@ -118,7 +118,7 @@ def _sample(forest: Forest, end: int, owners: dict[int, int], why: Sequence[Reas
     size = len(last.prompt_ids_P) + len(last.response_ids_R)
     limit = size if limit is None else limit
     spans: list[Span] = []
-    logprobs, versions = [np.empty(0, np.float32)], [np.empty(0, np.int32)]
+    logprobs, versions, lengths = [np.empty(0, np.float32)], list[int](), list[int]()
     for index in path:
         call = forest.calls[index]
         start = len(call.prompt_ids_P)
@@ -126,14 +126,16 @@ def _sample(forest: Forest, end: int, owners: dict[int, int], why: Sequence[Reas
         if owners[index] == end and why[index] is Reason.TRAINED and start < stop:
             spans.append(Span(call_id=call.id, start=start, stop=stop))
             logprobs.append(call.logprobs_R[: stop - start])
-            versions.append(_versions(call)[: stop - start])
+            for version, length in _versions(call, stop - start):
+                versions.append(version)
+                lengths.append(length)
     return Sample(
         rollout_id=last.rollout_id,
         prompt_ids_P=last.prompt_ids_P[:limit],
         response_ids_R=last.response_ids_R[: max(0, limit - len(last.prompt_ids_P))],
         spans=spans,
         logprobs_M=np.concatenate(logprobs),
-        versions_M=np.concatenate(versions),
+        versions_M=np.repeat(np.array(versions, np.int32), lengths),
         temperature=_temperature([forest.calls[index] for index in path]),
         call_ids=[forest.calls[index].id for index in path],
     )
@@ -142,21 +144,20 @@ def _sample(forest: Forest, end: int, owners: dict[int, int], why: Sequence[Reas
 def _account(forest: Forest, why: Sequence[Reason], samples: Sequence[Sample], limit: int | None) -> Ledger:
     """Trained tokens are counted in the samples, all others at their calls: so a token that is trained twice, or that
     should be trained and is not, breaks the sum."""
-    tokens, calls = Counter[Reason](), Counter[Reason]()
-    tokens[Reason.TRAINED] = sum(sample.num_trained for sample in samples)
+    tokens, beyond = Counter[Reason](), 0
     for call, reason in zip(forest.calls, why, strict=True):
-        calls[reason] += 1
-        beyond = 0 if limit is None else len(call.response_ids_R) - _num_within(call, limit)
-        if reason is Reason.TRAINED:
-            tokens[Reason.OVER_LIMIT] += beyond
-        else:
+        if reason is not Reason.TRAINED:
             tokens[reason] += len(call.response_ids_R)
+        elif limit is not None:
+            beyond += len(call.response_ids_R) - _num_within(call, limit)
+    tokens[Reason.TRAINED] = sum(sample.num_trained for sample in samples)
+    tokens[Reason.OVER_LIMIT] = beyond
     by_id = {call.id: call for call in forest.calls}
     read = sum(_num_within(by_id[call_id], sample.num_tokens) for sample in samples for call_id in sample.call_ids)
     return Ledger(
         sampled=sum(len(call.response_ids_R) for call in forest.calls),
         tokens=+tokens,
-        calls=calls,
+        calls=Counter(why),
         context=read - tokens[Reason.TRAINED],
     )
 
@@ -166,11 +167,12 @@ def _num_within(call: Call, limit: int) -> int:
     return min(len(call.response_ids_R), max(0, limit - len(call.prompt_ids_P)))
 
 
-def _versions(call: Call) -> IntArray:
-    versions_R = np.full(len(call.response_ids_R), -1, np.int32)
-    for span in call.spans:
-        versions_R[span.first_token :] = span.version
-    return versions_R
+def _versions(call: Call, num_tokens: int) -> Iterator[tuple[int, int]]:
+    """(version, tokens) of the first `num_tokens` of the answer; version -1 where no span covers them."""
+    starts = [min(span.first_token, num_tokens) for span in call.spans] + [num_tokens]
+    yield -1, starts[0]
+    for span, start, stop in zip(call.spans, starts, starts[1:], strict=False):
+        yield span.version, stop - start
 
 
 def _temperature(calls: Sequence[Call]) -> float:

@@ -26,7 +26,8 @@ class Placed:
     nearest: int | None
     """The item that brought the last of them; None: it shares nothing."""
     prefixes: Sequence[tuple[int, Sequence[int]]]
-    """(length, items) of earlier sequences that it starts with or equals, shortest first; the empty one left out."""
+    """(length, items) of earlier sequences that its first part starts with or equals: the two longest lengths, longest
+    first; the empty sequence left out."""
 
 
 class _Node:
@@ -51,20 +52,18 @@ class TokenTree:
         self.num_tokens = 0
         """Distinct (prefix, token) pairs added so far."""
 
-    def add(self, ids_T: IntArray, item: int) -> Placed:
-        """Add a sequence; the tree keeps a copy of what is new in it."""
-        as_last = shared_length(self._last_T, ids_T)
-        path = [node for node in self._path if node.end <= as_last]
+    def add(self, item: int, *parts: IntArray) -> Placed:
+        """Add the sequence of these parts; the tree keeps a copy of what is new in it."""
+        as_last = self._take(parts)
+        ids_T, path = self._last_T, self._path
+        while path[-1].end > as_last:
+            path.pop()
         node = path[-1]
         while node.end < len(ids_T) and (child := node.children.get(int(ids_T[node.end]))):
             num_equal = shared_length(child.ids_T, ids_T[node.end :])
             node = child if num_equal == len(child.ids_T) else _split(node, child, num_equal)
             path.append(node)
-        placed = Placed(
-            num_shared=node.end,
-            nearest=node.owner,
-            prefixes=[(node.end, tuple(node.items)) for node in path[1:] if node.items],
-        )
+        placed = Placed(num_shared=node.end, nearest=node.owner, prefixes=_longest(path, len(parts[0])))
         if node.end < len(ids_T):
             rest = ids_T[node.end :].copy()
             self.num_tokens += len(rest)
@@ -73,8 +72,6 @@ class TokenTree:
             node = leaf
             path.append(leaf)
         node.items.append(item)
-        self._path = path
-        self._remember(ids_T, as_last)
         return placed
 
     def in_order(self) -> Sequence[tuple[int, int]]:
@@ -91,14 +88,31 @@ class TokenTree:
             stack += [(node.children[token], node.end) for token in sorted(node.children, reverse=True)]
         return found
 
-    def _remember(self, ids_T: IntArray, as_last: int) -> None:
-        """Copies only what differs from the last sequence, so that this stays linear in what is new."""
-        if len(ids_T) > len(self._room_T):
-            room_T = np.empty(2 * len(ids_T), np.int32)
+    def _take(self, parts: Sequence[IntArray]) -> int:
+        """Make this the last sequence; returns how many tokens it shares with the one before. Copies only the others,
+        so that this stays linear in what is new."""
+        size, as_last, start = sum(map(len, parts)), 0, 0
+        room_T = self._room_T if size <= len(self._room_T) else np.empty(2 * size, np.int32)
+        for part in parts:
+            num_equal = shared_length(self._last_T[start:], part) if as_last == start else 0
+            as_last += num_equal
+            room_T[start + num_equal : start + len(part)] = part[num_equal:]
+            start += len(part)
+        if room_T is not self._room_T:
             room_T[:as_last] = self._room_T[:as_last]
             self._room_T = room_T
-        self._room_T[as_last : len(ids_T)] = ids_T[as_last:]
-        self._last_T = self._room_T[: len(ids_T)]
+        self._last_T = room_T[:size]
+        return as_last
+
+
+def _longest(path: Sequence[_Node], limit: int) -> Sequence[tuple[int, Sequence[int]]]:
+    found: list[tuple[int, Sequence[int]]] = []
+    for node in reversed(path):
+        if node.items and 0 < node.end <= limit:
+            found.append((node.end, tuple(node.items)))
+            if len(found) == 2:
+                break
+    return found
 
 
 def shared_length(a: IntArray, b: IntArray) -> int:

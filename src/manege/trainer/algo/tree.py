@@ -56,7 +56,7 @@ def _in_prefix_order(sequences: Sequence[IntArray]) -> Sequence[tuple[int, int]]
     neighbours, and a sequence shares with all that came before it exactly what it shares with its neighbour."""
     tree = TokenTree()
     for index, sequence in enumerate(sequences):
-        tree.add(sequence, index)
+        tree.add(index, sequence)
     return tree.in_order()
 
 
