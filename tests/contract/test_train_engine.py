@@ -94,18 +94,20 @@ def test_the_gap_between_sampler_and_trainer_is_told_by_version(make_engine, bat
     total = 0.5 * sizes[0] + 0.25 * sizes[1]
     assert report.metrics["gap_max"] == pytest.approx(0.5, abs=1e-4)
     assert report.metrics["gap_mean"] == pytest.approx(total / sum(sizes), abs=1e-4)
-    kl = sizes[0] * (np.exp(-0.5) - 1 + 0.5) + sizes[1] * (np.exp(0.25) - 1 - 0.25)
-    assert report.metrics["gap_kl"] == pytest.approx(kl / sum(sizes), abs=1e-4)
+    kls = sizes[0] * (np.exp(-0.5) - 1 + 0.5), sizes[1] * (np.exp(0.25) - 1 - 0.25)
+    assert report.metrics["gap_kl"] == pytest.approx(sum(kls) / sum(sizes), abs=1e-4)
+    own = sum(sizes[1:])
     assert report.gap_by_distance(5) == {
-        "0": pytest.approx(0.25 * sizes[1] / sum(sizes[1:]), abs=1e-4),
-        "2": pytest.approx(0.5, abs=1e-4),
+        "0": pytest.approx({"mean": 0.25 * sizes[1] / own, "max": 0.25, "kl": kls[1] / own}, abs=1e-4),
+        "2": pytest.approx({"mean": 0.5, "max": 0.5, "kl": kls[0] / sizes[0]}, abs=1e-4),
     }
 
 
 def test_the_gap_of_tokens_that_nobody_knows_the_version_of_is_told_apart(make_engine, batch):
     engine = make_engine()
     report = engine.step([shifted(item, 0.5, version=-1) for item in on_policy(engine, batch)], OBJECTIVE)
-    assert report.gap_by_distance(5) == {"unknown": pytest.approx(0.5, abs=1e-4)}
+    gap = {"mean": 0.5, "max": 0.5, "kl": np.exp(-0.5) - 0.5}
+    assert report.gap_by_distance(5) == {"unknown": pytest.approx(gap, abs=1e-4)}
 
 
 def test_decoupled_steps_weigh_and_mask_by_the_distance_from_the_sampler(make_engine, batch):

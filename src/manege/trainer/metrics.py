@@ -64,7 +64,7 @@ METRICS: Mapping[str, str] = {
     "gap_mean": "mean absolute difference of trainer and sampler log-probabilities, before the weights change",
     "gap_max": "largest such difference",
     "gap_kl": "divergence of the trainer's policy from the sampler's (k3), in nats per token",
-    "gap_by_distance": "gap_mean by the number of policy versions between sampling and update",
+    "gap_by_distance": "mean, max and kl of that gap by the number of policy versions between sampling and update",
 }
 
 

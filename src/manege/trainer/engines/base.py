@@ -52,9 +52,18 @@ class VersionGap:
     tokens: int
     total: float
     """Sum of the absolute differences of their log-probabilities."""
+    largest: float
+    """Of these differences."""
+    kl: float
+    """Sum of the estimates (k3) of the sampler's divergence from the trainer."""
 
     def __add__(self, other: "VersionGap") -> "VersionGap":
-        return VersionGap(tokens=self.tokens + other.tokens, total=self.total + other.total)
+        return VersionGap(
+            tokens=self.tokens + other.tokens,
+            total=self.total + other.total,
+            largest=max(self.largest, other.largest),
+            kl=self.kl + other.kl,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,10 +75,15 @@ class StepReport:
     gap_by_version: Mapping[int, VersionGap]
     """By the version that sampled; -1 where nobody knows."""
 
-    def gap_by_distance(self, version: int) -> Mapping[str, float]:
-        """Mean gap by the number of versions between sampling and `version`, the one in service at the update."""
+    def gap_by_distance(self, version: int) -> Mapping[str, Mapping[str, float]]:
+        """mean, max and kl by the number of versions between sampling and `version`, the one in service at the
+        update."""
         return {
-            "unknown" if sampled < 0 else str(version - sampled): gap.total / gap.tokens
+            "unknown" if sampled < 0 else str(version - sampled): {
+                "mean": gap.total / gap.tokens,
+                "max": gap.largest,
+                "kl": gap.kl / gap.tokens,
+            }
             for sampled, gap in sorted(self.gap_by_version.items(), reverse=True)
         }
 

@@ -4,6 +4,8 @@ Sampler against trainer: the recorded log-probabilities against those of the pre
 belong to the same weights, so that the gap is numerical noise; a larger one is a bug, or staleness.
 """
 
+import functools
+import operator
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -23,7 +25,6 @@ class StepSums:
 
     def __init__(self) -> None:
         self._sums: defaultdict[str, float] = defaultdict(float)
-        self._gap_max = 0.0
         self._gaps: dict[int, VersionGap] = {}
 
     @property
@@ -44,36 +45,32 @@ class StepSums:
         num_nodes: int,
     ) -> None:
         """One micro-batch."""
-        gap_M = (logprobs_M - recorded_M).abs()
         for name, value in {
             "loss": loss,
             "clipped": tokens.clipped_M.sum(),
             "masked": tokens.masked_M.sum(),
             "mismatch": tokens.weight_M.sum(),
             "entropy": entropy_M.sum(),
-            "gap": gap_M.sum(),
-            "gap_kl": k3(recorded_M, logprobs_M).sum(),
             **({} if tokens.kl_M is None else {"kl": tokens.kl_M.sum()}),
         }.items():
             self._sums[name] += float(value)
-        self._sums["trained"] += len(gap_M)
+        self._sums["trained"] += len(logprobs_M)
         self._sums["unique"] += num_nodes
         self._sums["total"] += sum(sample.num_tokens for sample in samples)
-        self._gap_max = max(self._gap_max, float(gap_M.max()))
-        self._add_versions(samples, gap_M)
+        self._add_gaps(samples, (logprobs_M - recorded_M).abs(), k3(recorded_M, logprobs_M))
 
-    def _add_versions(self, samples: Sequence[Sample], gap_M: Tensor) -> None:
+    def _add_gaps(self, samples: Sequence[Sample], gap_M: Tensor, kl_M: Tensor) -> None:
         versions_M = torch.cat([torch.from_numpy(sample.versions_M) for sample in samples]).to(gap_M.device)
-        versions, index_M, counts = versions_M.unique(return_inverse=True, return_counts=True)
-        sums = gap_M.new_zeros(len(versions)).index_add(0, index_M, gap_M)
-        for version, count, total in zip(versions.tolist(), counts.tolist(), sums.tolist(), strict=True):
-            self._gaps[version] = self._gaps.get(version, VersionGap(tokens=0, total=0.0)) + VersionGap(
-                tokens=count, total=total
-            )
+        for version in versions_M.unique().tolist():
+            own_M = versions_M == version
+            gap, kl = gap_M[own_M], kl_M[own_M]
+            found = VersionGap(tokens=len(gap), total=float(gap.sum()), largest=float(gap.max()), kl=float(kl.sum()))
+            self._gaps[version] = self._gaps[version] + found if version in self._gaps else found
 
     def report(self, *, grad_norm: float, learning_rate: float) -> StepReport:
         """Means over the trained tokens, under the names of docs/reference/metrics.md."""
         sums = self._sums
+        gap = functools.reduce(operator.add, self._gaps.values())
         metrics = {
             "loss": sums["loss"],
             "grad_norm": grad_norm,
@@ -86,9 +83,9 @@ class StepSums:
             "masked_fraction": sums["masked"] / sums["trained"],
             "mismatch_weight_mean": sums["mismatch"] / sums["trained"],
             "entropy": sums["entropy"] / sums["trained"],
-            "gap_mean": sums["gap"] / sums["trained"],
-            "gap_max": self._gap_max,
-            "gap_kl": sums["gap_kl"] / sums["trained"],
+            "gap_mean": gap.total / gap.tokens,
+            "gap_max": gap.largest,
+            "gap_kl": gap.kl / gap.tokens,
         }
         if "kl" in sums:
             metrics["kl_reference"] = sums["kl"] / sums["trained"]
