@@ -12,7 +12,7 @@ from manege.trainer.algo.fates import SampleRules
 from manege.trainer.algo.forest import build_forest
 from manege.trainer.algo.ledger import Fate, Ledger, Reason, sum_ledgers
 from manege.trainer.algo.samples import build_samples
-from manege.types import Delivered, FinishReason
+from manege.types import Delivered, FinishReason, VersionSpan
 from tests.calls import make_call
 from tests.golden_rollouts import SCENARIOS, golden_calls
 
@@ -124,6 +124,24 @@ def test_versions_follow_the_tokens_into_the_sample():
     calls = [make_call("a", [1], [2], version=1), make_call("b", [1, 2, 3], [4], version=2)]
     [sample], _ = build(calls)
     assert sample.versions_M.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("spans", "limit", "versions"),
+    [
+        ([(0, 1), (2, 3)], None, [1, 1, 3, 3]),
+        ([(0, 1), (1, 2), (3, 4)], None, [1, 2, 2, 4]),
+        ([(0, 1), (2, 3)], 4, [1, 1, 3]),
+        ([(0, 1), (2, 3)], 2, [1]),
+        ([(1, 5)], None, [-1, 5, 5, 5]),
+        ([], None, [-1] * 4),
+    ],
+)
+def test_every_token_has_the_version_that_sampled_it(spans, limit, versions):
+    call = make_call("a", [7], [2, 3, 4, 5])
+    spans = [VersionSpan(first_token=first, version=version) for first, version in spans]
+    [sample], _ = build([dataclasses.replace(call, spans=spans)], max_tokens=limit)
+    assert sample.versions_M.tolist() == versions
 
 
 def test_calls_of_one_conversation_at_two_temperatures_stop_the_step():
