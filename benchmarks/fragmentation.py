@@ -36,8 +36,8 @@ from manege.gateway.members import Registration
 from manege.gateway.server import GatewayServer, Server
 from manege.model.folder import open_folder
 from manege.store.sql import SqlStore
-from manege.trainer.algo.branches import Branch, branches
-from manege.trainer.algo.forest import Forest, build_forest
+from manege.trainer.algo.branches import branches
+from manege.trainer.algo.forest import build_forest
 from manege.trainer.algo.samples import build_samples
 from manege.types import Call, RolloutId, RolloutSpec, RunId, Task
 from tests.conftest import OPERATOR_KEY
@@ -60,7 +60,7 @@ class Measured:
     num_samples: int
     """Of its main thread."""
     causes: Counter[str]
-    """Why there is more than one: `retokenised` where the text is the same, else the kind of the branch."""
+    """Why there is more than one: branches by kind."""
     num_sampled: int
     num_trained: int
     num_context: int
@@ -144,23 +144,11 @@ def _measured(calls: Sequence[Call], reward: float | None) -> Measured:
         reward=reward,
         num_calls=len(main),
         num_samples=len(samples),
-        causes=Counter(_cause(forest, branch) for branch in branches(forest)),
+        causes=Counter(str(branch.kind) for branch in branches(forest, open_folder(MODEL).decode)),
         num_sampled=sum(len(call.response_ids_R) for call in main),
         num_trained=num_trained,
         num_context=sum(len(sample.ids_T) for sample in samples) - num_trained,
     )
-
-
-def _cause(forest: Forest, branch: Branch) -> str:
-    """The record alone does not tell whether other tokens are the same text; here there is the tokenizer."""
-    nearest = forest.nearest[branch.call]
-    if nearest is None:
-        return str(branch.kind)
-    decode = open_folder(MODEL).tokenizer.decode
-    known, call = forest.calls[nearest], forest.calls[branch.call]
-    text = decode([*known.prompt_ids_P, *known.response_ids_R], skip_special_tokens=False)
-    again = decode(call.prompt_ids_P.tolist(), skip_special_tokens=False)
-    return "retokenised" if again.startswith(text) else str(branch.kind)
 
 
 def _row(harness: str, mode: str, rollouts: Sequence[Measured]) -> list[str]:
