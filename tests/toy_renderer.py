@@ -6,6 +6,7 @@ would give are easily made. 1 to 4 open a message of system, user, assistant and
     [system w100] [user w120]  ->  1 100 9 2 120 9 3
 """
 
+from manege.errors import ProtocolError
 from manege.rendering.base import ParsedReply
 from manege.rendering.text import whole_reply
 
@@ -40,7 +41,7 @@ class ToyRenderer:
         return None
 
     def json_grammar(self, prompt_ids, json_schema, *, tools=(), max_calls=None):
-        raise NotImplementedError("the toy model writes words only")
+        raise ProtocolError("the toy model writes words only: ask it without a JSON schema")
 
     def encode(self, text):
         return [int(word.removeprefix("w")) for word in text.split()]

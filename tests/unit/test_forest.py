@@ -1,4 +1,4 @@
-"""Calls to forest: parents by the longest proper prefix, on random calls and on the golden rollouts."""
+"""Calls to forest: parents by the longest prefix, on random calls and on the golden rollouts."""
 
 import numpy as np
 import pytest
@@ -44,7 +44,7 @@ def test_an_answer_that_the_agent_has_continued_is_a_parent_and_an_empty_one_is_
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.lists(st.integers(0, 1), max_size=3), st.integers(0, 2)), max_size=14))
-def test_the_parent_is_the_longest_proper_prefix_of_the_prompt(moves):
+def test_the_parent_is_the_longest_prefix_of_the_prompt(moves):
     calls = []
     for number, (base, extra, size) in enumerate(moves):
         start = full(calls[base]) if base < len(calls) else []

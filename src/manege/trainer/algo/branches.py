@@ -61,8 +61,6 @@ class Branch:
     call: int
     """Index into the forest's calls."""
     kind: BranchKind
-    at: int
-    """Leading tokens that it has in common with an earlier call."""
 
 
 def branches(forest: Forest, decode: Decode | None = None) -> Sequence[Branch]:
@@ -77,7 +75,7 @@ def branches(forest: Forest, decode: Decode | None = None) -> Sequence[Branch]:
     found: list[Branch] = []
     for index, parent in enumerate(forest.parents):
         if index and (parent is None or parent in continued):
-            found.append(Branch(call=index, kind=_kind(forest, before, index, decode), at=forest.num_shared[index]))
+            found.append(Branch(call=index, kind=_kind(forest, before, index, decode)))
         if parent is not None:
             continued.add(parent)
     return found

@@ -25,8 +25,6 @@ class TokenLoss:
     """Per trained token; only the loss carries a gradient."""
 
     loss_M: Tensor
-    ratio_M: Tensor
-    """pi / old."""
     clipped_M: Tensor
     """True where the clip took the gradient away (cispo: where it bounded the weight), masked tokens apart."""
     masked_M: Tensor
@@ -74,7 +72,6 @@ def token_loss(
         loss_M = loss_M + objective.kl * kl_M
     return TokenLoss(
         loss_M=loss_M,
-        ratio_M=log_ratio_M.detach().exp(),
         clipped_M=clipped_M & ~masked_M,
         masked_M=masked_M,
         weight_M=weight_M,
