@@ -17,6 +17,7 @@ from manege.gateway.app import create_app
 from manege.gateway.flights import GRACE_S
 from manege.gateway.server import GatewayServer
 from manege.harnesses.harness import parse
+from manege.trainer.algo.branches import BranchKind, branches
 from manege.trainer.algo.forest import build_forest
 from manege.trainer.algo.ledger import Fate, Reason
 from manege.trainer.algo.samples import build_samples
@@ -175,6 +176,23 @@ async def test_nonce_makes_no_other_sample_where_the_harness_names_its_filter(cl
     assert [call.edits for call in calls] == [
         [f"nonce: {asked['messages'][0]['content'].split()[0] + ' '!r}"] for asked in scenario
     ]
+
+
+async def test_every_choice_of_best_of_n_is_a_sample_equal_ones_included(client, store, script):
+    """The agent goes on from one of three answers, of which two are the same."""
+    script += [[11, 12, 9], [11, 12, 9], [13, 9], [14, 9]]
+    asked = [{"role": "user", "content": "w10"}]
+    answer = await client.chat.completions.create(model="toy", messages=asked, n=3)
+    assert sorted(choice.message.content for choice in answer.choices) == ["w11 w12", "w11 w12", "w13"]
+    asked += [{"role": "assistant", "content": "w13"}, {"role": "user", "content": "w20"}]
+    await client.chat.completions.create(model="toy", messages=asked)
+    await until(lambda: has(store, Delivered.YES, 4))
+    forest = build_forest(await calls_of(store))
+    samples, ledger = build_samples(forest)
+    assert [branch.kind for branch in branches(forest)] == [BranchKind.REPEATED] * 2
+    trained = sorted(sample.ids_T[sample.mask_T].tolist() for sample in samples)
+    assert trained == [[11, 12, 9], [11, 12, 9], [13, 9, 14, 9]]
+    assert ledger.tokens == {Reason.TRAINED: 10}
 
 
 @pytest.mark.parametrize(
