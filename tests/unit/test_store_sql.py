@@ -86,6 +86,13 @@ async def test_a_reader_makes_and_migrates_nothing(tmp_path):
     assert path.read_bytes() == before
 
 
+async def test_a_reader_of_a_file_without_our_tables_is_told_so(tmp_path):
+    path = tmp_path / "empty.db"
+    path.touch()
+    with pytest.raises(ConfigError, match="holds nothing of manege's"):
+        await StoreReader.open(path)
+
+
 async def test_a_reader_finds_what_a_killed_writer_left_in_its_log(tmp_path):
     store = await SqlStore.open(tmp_path / "store.db")
     await store.create_rollouts([spec("r0")])

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import orjson
-from sqlalchemy import ColumnElement, Connection, Engine, func, select
+from sqlalchemy import ColumnElement, Connection, Engine, func, inspect, select
 from sqlalchemy.exc import DBAPIError
 
 from manege.errors import ConfigError, ManegeError, NotFoundError
@@ -137,6 +137,8 @@ class StoreReader:
 
 def check_schema(connection: Connection, url: str | Path) -> None:
     """Raises ConfigError unless the tables are of this code's schema."""
+    if not inspect(connection).has_table(tables.schema_version.name):
+        raise ConfigError(f"the database {url} holds nothing of manege's (yet); is it the right file?")
     version = connection.execute(select(tables.schema_version.c.version)).scalar_one()
     if version != tables.SCHEMA_VERSION:
         raise ConfigError(
