@@ -40,17 +40,16 @@ async def engine(request):
     await made.close()
 
 
+def gateway_app(store, engine, **options):
+    """Over the tiny model's renderer, unless the options say otherwise."""
+    renderer = renderer_for(open_folder(str(TINY_MODEL)))
+    tiny = {"renderer": renderer, "model_name": "tiny", "context_limit": 2048}
+    return create_app(store=store, engine=engine, operator_key=OPERATOR_KEY, **{**tiny, **options})
+
+
 @pytest.fixture
 async def gateway(store, engine):
-    app = create_app(
-        store=store,
-        engine=engine,
-        renderer=renderer_for(open_folder(str(TINY_MODEL))),
-        operator_key=OPERATOR_KEY,
-        model_name="tiny",
-        context_limit=2048,
-    )
-    async with GatewayServer(app) as server:
+    async with GatewayServer(gateway_app(store, engine)) as server:
         yield server
 
 

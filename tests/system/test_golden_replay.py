@@ -13,7 +13,6 @@ import openai
 import pytest
 
 from manege.engine.scripted import ScriptedEngine
-from manege.gateway.app import create_app
 from manege.gateway.flights import GRACE_S
 from manege.gateway.server import GatewayServer
 from manege.harnesses.harness import parse
@@ -22,7 +21,7 @@ from manege.trainer.algo.forest import build_forest
 from manege.trainer.algo.ledger import Fate, Reason
 from manege.trainer.algo.samples import build_samples
 from manege.types import Delivered, RolloutId, RolloutSpec, RunId, Task
-from tests.conftest import OPERATOR_KEY
+from tests.conftest import gateway_app
 from tests.golden_rollouts import NUM_SAMPLES as NUM_SAMPLES_AS_GIVEN
 from tests.golden_rollouts import SCENARIOS
 from tests.system.agents.asking import calls_of, until
@@ -66,15 +65,8 @@ async def engine(script):
 
 @pytest.fixture
 async def gateway(store, engine):
-    app = create_app(
-        store=store,
-        engine=engine,
-        renderer=ToyRenderer(),
-        operator_key=OPERATOR_KEY,
-        model_name="toy",
-        context_limit=8192,
-        load_harness={"noisy": NOISY_HARNESS}.__getitem__,
-    )
+    harnesses = {"noisy": NOISY_HARNESS}
+    app = gateway_app(store, engine, renderer=ToyRenderer(), context_limit=8192, load_harness=harnesses.__getitem__)
     async with GatewayServer(app) as server:
         yield server
 
