@@ -1,14 +1,15 @@
 """What the store gives and takes beside the glossary's types.
 
-The store itself is `sql.SqlStore`; PostgreSQL will come through the same code, so there is no second definition of it.
+The store itself is `sql.SqlStore`, on SQLite and on PostgreSQL; its reading half, for looks at a run's database while
+its gateway works, is `reading.StoreReader`.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from manege.types import CallId, JsonObject, Outcome, Rollout, RunId
+from manege.types import Call, CallId, JsonObject, Outcome, Rollout, RolloutId, RunId
 
-__all__ = ["Ending", "Run", "TerminalPage"]
+__all__ = ["EVERYTHING", "Changes", "Ending", "GatewayState", "RolloutPage", "Run", "StoredCall", "TerminalPage"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,3 +45,50 @@ class TerminalPage:
     cursor: int
     num_ended: int
     """Rollouts of all runs that ended so far, deleted ones included: the highest cursor there is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutPage:
+    """Rollouts in the order of creation, and the cursor to ask for the next page."""
+
+    rollouts: Sequence[Rollout]
+    cursor: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredCall:
+    """A call as what it adds to another one of its attempt."""
+
+    call: Call
+    """`prompt_ids_P` holds only what follows the shared tokens; `request` is whole."""
+    base: int | None
+    """Position, in the list that this one stands in, of the earlier call whose prompt + response begins with the shared
+    tokens; None: nothing is shared."""
+    num_shared: int
+    """Leading tokens of the prompt that are left out of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """What one commit changed, of this process or of another gateway of the same database."""
+
+    rollouts: frozenset[RolloutId] = frozenset()
+    """Created, claimed, ended or deleted."""
+    runs: frozenset[RunId] = frozenset()
+    """Whose config was put."""
+    keys: frozenset[str] = frozenset()
+    """Values that were set."""
+    everything: bool = False
+    """Anything may have changed: a connection was lost, or the change was too large to tell."""
+
+
+EVERYTHING = Changes(everything=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayState:
+    """The sign of life of one gateway of this database."""
+
+    id: str
+    seen_s: float
+    state: JsonObject
