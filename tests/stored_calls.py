@@ -24,7 +24,13 @@ def _forests(draw, name="r"):
         num_shared = draw(st.sampled_from([len(context), len(context), draw(st.integers(0, len(context)))]))
         new = draw(_IDS)
         call = make_call(
-            f"{name}-{number}", new, draw(_IDS), rollout=name, logprobs=draw(_FLOATS), request={"turn": number}
+            f"{name}-{number}",
+            new,
+            draw(_IDS),
+            rollout=name,
+            logprobs=draw(_FLOATS),
+            request={"turn": number},
+            edits=["x"],
         )
         stored.append(StoredCall(call=call, base=base, num_shared=num_shared))
         prompt = np.asarray([*context[:num_shared], *new], np.int32)
