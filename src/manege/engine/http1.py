@@ -7,11 +7,15 @@ answer, or cancelling the task that waits for it, closes the connection: the ser
 A server may close a kept-alive connection at the moment at which it is used again; if not one byte of an answer has
 come, the request is sent once more on a new connection.
 
+An answer may take as long as it likes, but a server that hangs is no server: when all that is waited for has been
+silent for QUIET_S, its health is asked for on a connection of its own, and after MAX_FAILED checks without an answer
+every exchange fails. A server that is paused is silent and healthy.
+
 Concurrency: one event loop; a connection carries one exchange at a time.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from ssl import create_default_context
 from typing import cast
 from urllib.parse import urlsplit
@@ -24,18 +28,31 @@ __all__ = ["HttpClient"]
 
 CONNECT_S = 10.0
 """An engine on the same network that does not answer a connection for so long is down."""
+QUIET_S = 5.0
+"""Between the last byte of a server that is waited for and the first look at its health, and from then on."""
+CHECK_S = 5.0
+"""For the answer to such a look."""
+AGAIN_S = 1.0
+"""Between a look that failed and the next."""
+MAX_FAILED = 2
+"""Looks in a row that fail: a server that hangs is given up after 16 s."""
+_HEALTH = "/health"
+"""Of vLLM, SGLang and our own server; one that has no such path says so, and lives."""
 _LENGTHS = frozenset({b"content-length", b"transfer-encoding"})
 
 
 class HttpClient:
     """Requests to one origin. Every method raises EngineError when it cannot be reached or breaks off."""
 
-    def __init__(self, url: str) -> None:
-        """`url`: root of the server, without a path."""
+    def __init__(self, url: str, *, lost: Callable[[], None] = lambda: None) -> None:
+        """`url`: root of the server, without a path. `lost` is called when the server has closed a connection: it may
+        be another one by now."""
         self.url = url
+        self._lost = lost
         self._idle: list[_Connection] = []
         self._open: set[_Connection] = set()
         self._closed = False
+        self._watching: asyncio.Task[None] | None = None
 
     async def request(self, method: str, path: str, body: bytes = b"") -> tuple[int, bytes]:
         """Status and body of an answer."""
@@ -53,8 +70,9 @@ class HttpClient:
     async def close(self) -> None:
         """End every exchange with EngineError."""
         self._closed = True
-        for connection in list(self._open):
-            connection.close("was left: its client was closed during a request")
+        if self._watching is not None:
+            self._watching.cancel()
+        self._fail("was left: its client was closed during a request")
 
     async def _send(self, method: str, path: str, body: bytes) -> "_Connection":
         """A connection on which the head of the answer has come."""
@@ -63,6 +81,7 @@ class HttpClient:
         while True:
             connection = self._idle.pop() if self._idle else await self._connect()
             was_used = connection.was_used
+            self._watch()
             try:
                 connection.send(self._head(method, path, len(body)) + body)
                 await connection.head()
@@ -81,6 +100,44 @@ class HttpClient:
                 yield part
         finally:
             self._release(connection)
+
+    def _watch(self) -> None:
+        """See that the server lives as long as something is waited for."""
+        if self._watching is None or self._watching.done():
+            self._watching = asyncio.create_task(self._check_until_idle(), name="engine-health")
+
+    async def _check_until_idle(self) -> None:
+        loop = asyncio.get_running_loop()
+        healthy_s, num_failed = 0.0, 0
+        while busy := [each for each in self._open if each not in self._idle and not each.was_left]:
+            quiet_s = loop.time() - max(healthy_s, *(each.heard_s for each in busy))
+            if quiet_s < QUIET_S:
+                num_failed = 0
+                await asyncio.sleep(QUIET_S - quiet_s)
+            elif await self._is_healthy():
+                healthy_s = loop.time()
+            elif (num_failed := num_failed + 1) == MAX_FAILED:
+                self._fail(f"hangs: nothing came for {quiet_s:.0f} s, nor an answer about its health; see its log")
+            else:
+                await asyncio.sleep(AGAIN_S)
+
+    async def _is_healthy(self) -> bool:
+        """Whether it answers at all, on a new connection."""
+        try:
+            async with asyncio.timeout(CHECK_S):
+                connection = await self._connect()
+                try:
+                    connection.send(self._head("GET", _HEALTH, 0))
+                    await connection.head()
+                    return connection.status < 500
+                finally:
+                    connection.close()
+        except (EngineError, TimeoutError):
+            return False
+
+    def _fail(self, reason: str) -> None:
+        for connection in list(self._open):
+            connection.close(reason)
 
     async def _connect(self) -> "_Connection":
         parts = urlsplit(self.url)
@@ -116,6 +173,8 @@ class HttpClient:
         self._open.discard(connection)
         if connection in self._idle:
             self._idle.remove(connection)
+        if not connection.was_left:
+            self._lost()
 
 
 class _Connection(asyncio.Protocol):
@@ -129,6 +188,10 @@ class _Connection(asyncio.Protocol):
         self._parts: list[bytes] = []
         self._error: str | None = None
         self.was_used = False
+        self.was_left = False
+        """Whether it was closed from here."""
+        self.heard_s = 0.0
+        """When something was last sent or came, on the event loop's clock."""
         self._start()
 
     def _start(self) -> None:
@@ -145,6 +208,7 @@ class _Connection(asyncio.Protocol):
     def send(self, data: bytes) -> None:
         self._start()
         self.was_used = True
+        self.heard_s = asyncio.get_running_loop().time()
         assert self._transport is not None
         self._transport.write(data)
 
@@ -171,6 +235,7 @@ class _Connection(asyncio.Protocol):
 
     def close(self, reason: str | None = None) -> None:
         self._error = self._error or reason
+        self.was_left = True
         if self._transport is not None:
             self._transport.abort()
 
@@ -193,6 +258,7 @@ class _Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.has_answered = True
+        self.heard_s = asyncio.get_running_loop().time()
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:

@@ -6,6 +6,9 @@ closes the connection, and the server then stops sampling. vLLM must run with `-
 its log-probabilities are not those of softmax(logits / temperature), and with `VLLM_SERVER_DEV_MODE=1`, or its weights
 cannot change.
 
+A server that was restarted has the weights that it starts with: when a connection was lost, it is asked for its version
+before the next call, and given the last weights again if it has older ones.
+
 A task reads each answer as it arrives, however slowly its caller takes it, so that a token has the version of the
 weights that were in use when it came.
 """
@@ -37,18 +40,22 @@ class UpstreamEngine:
     def __init__(self, url: str, *, version: int = 0) -> None:
         """`url`: root of the server, with or without `/v1`. `version`: of its weights, until the server says."""
         self._url = url.rstrip("/").removesuffix("/v1")
-        self._http = HttpClient(self._url)
+        self._http = HttpClient(self._url, lost=self._forget)
         self._model = ""
         self._is_known = False
         """Model, context limit and version are what the server last said."""
         self._context_limit = 0
         self._version = PolicyVersion(version)
+        self._loaded: Weights | None = None
+        """The weights of `_version`, if they came from here."""
+        self._learning = asyncio.Lock()
         self._has_generate = True
         self._num_running = 0
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> AsyncGenerator[Chunk, None]:
-        if not self._is_known:
-            await self._read_model()
+        async with self._learning:
+            if not self._is_known:
+                await self._read_model()
         room = self._context_limit - len(prompt_ids)
         if room < 1:
             raise ContextOverflowError(
@@ -89,7 +96,7 @@ class UpstreamEngine:
         await self._call("POST", "/collective_rpc", rpc)
         await self._call("POST", "/reset_prefix_cache")
         await self._call("POST", "/update_weight_version", {"new_version": str(version)})
-        self._version = version
+        self._version, self._loaded = version, weights
 
     async def info(self) -> EngineInfo:
         await self._read_model()
@@ -110,8 +117,12 @@ class UpstreamEngine:
         status, reply = await self._send("GET", "/weight_info")
         try:
             if status != 404:
-                info = _checked(status, reply, f"{self._url}/weight_info")
-                self._version = version_number(info.get("weight_version"), self._version)
+                told = _checked(status, reply, f"{self._url}/weight_info").get("weight_version")
+                if self._loaded is not None and version_number(told, PolicyVersion(0)) < self._version:
+                    _log.warning(kv("the engine was restarted and gets its weights again", version=self._version))
+                    await self.load(self._loaded, self._version)
+                else:
+                    self._version = version_number(told, self._version)
             model = models["data"][0]
             self._context_limit, self._model = int(model["max_model_len"]), str(model["id"])
             self._is_known = True
@@ -130,9 +141,12 @@ class UpstreamEngine:
             if not await self._stream("/v1/completions", body, put):
                 raise EngineError(f"{self._url} serves neither /inference/v1/generate nor /v1/completions")
         except Exception as error:  # whatever it is, it belongs to the caller, who would wait for ever
-            # It may have been restarted, or have got new weights from elsewhere.
-            self._is_known = False
+            self._forget()
             put(error)
+
+    def _forget(self) -> None:
+        """It may have been restarted, or have got new weights from elsewhere."""
+        self._is_known = False
 
     async def _stream(self, path: str, body: JsonObject, put: _Put) -> bool:
         """Read an answer; False: the server does not serve the path."""
