@@ -1,13 +1,16 @@
 """The typed client of the gateway's own API, for controllers and trainers.
 
 What flows: dataclasses of the glossary, as JSON; calls with their arrays in base64 (`store/codec.py`). The gateway's
-errors come back as the classes of `errors.py`, by their `code`. Connection errors and 503 are tried again, a bounded
-number of times with jitter; nothing else is. A write whose answer was lost is thus sent twice: creation is idempotent
-by id, a repeated `finish` gets ConflictError, and what a lost claim took comes back when its lease runs out.
+errors come back as the classes of `errors.py`, by their `code`. Connection errors and 503 are tried again, with jitter:
+a gateway that restarts, or a store that is away, is waited for; what pauses, resumes or changes an engine waits for it
+too. Nothing else is tried again. A write whose answer was lost is thus sent twice: creation is idempotent by id,
+a repeated `finish` gets ConflictError, a repeated publication counts another version, and what a lost claim took comes
+back with the next one, which says what is held.
 """
 
 import asyncio
 import random
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
@@ -18,7 +21,8 @@ from pydantic import TypeAdapter
 
 from manege import errors
 from manege.engine.base import Weights
-from manege.errors import ManegeError, StoreError, UnavailableError
+from manege.errors import EngineError, ManegeError, StoreError, UnavailableError
+from manege.logs import get_logger, kv
 from manege.store.base import Ending, Run, TerminalPage
 from manege.store.codec import ROLLOUT, ROLLOUTS, RUN, TERMINAL_PAGE, decode_call
 from manege.types import (
@@ -35,14 +39,23 @@ from manege.types import (
 
 __all__ = ["CLAIMS", "Claim", "Client"]
 
-NUM_TRIES = 6
-"""With delays of about 0.1, 0.2, 0.4, 0.8 and 1.6 s: a gateway that restarts is back by then."""
+PATIENCE_S = 60.0
+"""For a gateway that answered before and is away."""
+FIRST_PATIENCE_S = 3.0
+"""For one that never did: the address may be wrong."""
+MAX_DELAY_S = 2.0
+"""Between two tries; the first one is 0.1 s, and each doubles it."""
 TIMEOUT_S = 60.0
 """For an answer, beside the time that the gateway was asked to wait."""
 CALLS_PER_REQUEST = 64
 """Rollouts whose calls are fetched at once: bounds the size of one answer."""
 
 ROLLOUTS_PER_REQUEST = 500
+
+_AWAY = (UnavailableError, StoreError)
+_ENGINE_AWAY = (*_AWAY, EngineError)
+
+_log = get_logger("client")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,6 +89,9 @@ class Client:
             # Proxies of the environment are for the outside.
             trust_env=False,
         )
+        self._has_answered = False
+        self._away_s: float | None = None
+        """Since when it is away; None: it is not."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -119,9 +135,18 @@ class Client:
         page = await self._send("GET", f"/api/rollouts/terminal?{httpx.QueryParams(query)}", wait_s=wait_s)
         return TERMINAL_PAGE.validate_json(page)
 
-    async def claim(self, *, controller: str, limit: int, lease_s: float, wait_s: float = 0) -> list[Claim]:
-        """Take rollouts to carry out; with none queued, the answer waits up to `wait_s`."""
-        body = {"controller": controller, "limit": limit, "lease_s": lease_s, "wait_s": wait_s}
+    async def claim(
+        self,
+        *,
+        controller: str,
+        limit: int,
+        lease_s: float,
+        wait_s: float = 0,
+        holding: Sequence[RolloutId] | None = None,
+    ) -> list[Claim]:
+        """Take rollouts to carry out; with none queued, the answer waits up to `wait_s`. `holding`: all that this
+        controller still carries out; what else is leased to its name was lost and is queued again."""
+        body = {"controller": controller, "limit": limit, "lease_s": lease_s, "wait_s": wait_s, "holding": holding}
         return CLAIMS.validate_json(await self._send("POST", "/api/leases", body, wait_s=wait_s))
 
     async def renew(self, *, controller: str, rollout_ids: Sequence[RolloutId], lease_s: float) -> list[RolloutId]:
@@ -169,15 +194,16 @@ class Client:
 
     async def pause(self, *, drain_s: float = 600) -> None:
         """Hold new model calls, let those in flight end for at most `drain_s`, pause the engine."""
-        await self._send("POST", "/proxy/pause", {"drain_s": drain_s}, wait_s=drain_s)
+        await self._send("POST", "/proxy/pause", {"drain_s": drain_s}, wait_s=drain_s, away=_ENGINE_AWAY)
 
     async def resume(self) -> None:
         """Let everything go on. Safe to call when not paused."""
-        await self._send("POST", "/proxy/resume", {})
+        await self._send("POST", "/proxy/resume", {}, away=_ENGINE_AWAY)
 
     async def publish(self, weights: Weights) -> PolicyVersion:
         """Give the engine new weights under a new version. Raises ConflictError unless paused."""
-        return PolicyVersion(orjson.loads(await self._send("POST", "/proxy/weights", weights))["version"])
+        answer = await self._send("POST", "/proxy/weights", weights, away=_ENGINE_AWAY)
+        return PolicyVersion(orjson.loads(answer)["version"])
 
     async def state(self, *, run: RunId | None = None) -> dict[str, Any]:
         """Whether the gateway is paused, its calls in flight and held, the policy version, rollouts per state."""
@@ -189,16 +215,33 @@ class Client:
         path = f"/proxy/rollout/{rollout.spec.id}/attempt/{rollout.attempt}/mode/{mode}/openai/v1/models"
         return orjson.loads(await self._send("GET", path))["data"][0]["max_model_len"]
 
-    async def _send(self, method: str, path: str, body: Any = None, *, wait_s: float = 0) -> bytes:
+    async def _send(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        wait_s: float = 0,
+        away: tuple[type[ManegeError], ...] = _AWAY,
+    ) -> bytes:
+        """`away`: what is tried again. What began while the gateway was away waits no longer than the others."""
         content = None if body is None else orjson.dumps(body)
-        delay_s = 0.1
-        for _ in range(NUM_TRIES - 1):
+        delay_s, since_s = 0.1, None
+        while True:
             try:
-                return await self._send_once(method, path, content, wait_s)
-            except (UnavailableError, StoreError):
-                await asyncio.sleep(delay_s * random.uniform(0.75, 1.25))
-                delay_s *= 2
-        return await self._send_once(method, path, content, wait_s)
+                answer = await self._send_once(method, path, content, wait_s)
+                self._has_answered, self._away_s = True, None
+                return answer
+            except away as error:
+                if self._away_s is None:
+                    self._away_s = time.monotonic()
+                    _log.info(kv("trying again", reason=error))
+                since_s = since_s or self._away_s
+                patience_s = PATIENCE_S if self._has_answered else FIRST_PATIENCE_S
+                if time.monotonic() - since_s > patience_s:
+                    raise
+            await asyncio.sleep(delay_s * random.uniform(0.75, 1.25))
+            delay_s = min(2 * delay_s, MAX_DELAY_S)
 
     async def _send_once(self, method: str, path: str, content: bytes | None, wait_s: float) -> bytes:
         try:

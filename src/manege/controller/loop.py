@@ -19,7 +19,15 @@ from manege.config import ControllerConfig, RunConfig, SandboxConfig, parse_conf
 from manege.controller.folders import remove_left_over
 from manege.controller.local import LocalRunner
 from manege.controller.plan import Actions, Lease, plan
-from manege.errors import ConfigError, ConflictError, HarnessError, ManegeError, NotFoundError, UnavailableError
+from manege.errors import (
+    ConfigError,
+    ConflictError,
+    HarnessError,
+    ManegeError,
+    NotFoundError,
+    StoreError,
+    UnavailableError,
+)
 from manege.logs import get_logger, kv
 from manege.sandbox.launcher import Launcher
 from manege.sandbox.probe import probe, require
@@ -105,7 +113,11 @@ class Controller:
                 continue
             claims = await _reach(
                 lambda free=free: self._client.claim(
-                    controller=self._name, limit=free, lease_s=self._config.lease_s, wait_s=_CLAIM_WAIT_S
+                    controller=self._name,
+                    limit=free,
+                    lease_s=self._config.lease_s,
+                    wait_s=_CLAIM_WAIT_S,
+                    holding=list(self._held),
                 )
             )
             ends_s = self._clock() + self._config.lease_s
@@ -165,7 +177,7 @@ class Controller:
     async def _carry_out(self, claim: Claim) -> Ending:
         try:
             config = await self._run_config(claim.rollout.spec.run)
-        except (ConfigError, HarnessError, NotFoundError, UnavailableError) as error:
+        except (ConfigError, HarnessError, NotFoundError, UnavailableError, StoreError) as error:
             return Ending(outcome=Outcome.INFRA_ERROR, message=str(error))
         return await self._runner.run(claim, config)
 
@@ -218,10 +230,10 @@ T = TypeVar("T")
 
 
 async def _reach(request: Callable[[], Awaitable[T]]) -> T:
-    """Ask until the gateway can be reached: it may be restarting."""
+    """Ask until the gateway and its store can be reached: they may be restarting."""
     while True:
         try:
             return await request()
-        except UnavailableError as error:
+        except (UnavailableError, StoreError) as error:
             _log.warning(str(error))
             await asyncio.sleep(_RETRY_S)

@@ -26,6 +26,7 @@ class _ClaimBody(BaseModel):
     limit: Annotated[int, Field(ge=1, le=1000)]
     lease_s: LeaseSeconds
     wait_s: Annotated[float, Field(ge=0, le=300)] = 0
+    holding: list[RolloutId] | None = None
 
 
 class _RenewBody(BaseModel):
@@ -51,10 +52,13 @@ class _Leases:
 
     @takes(_ClaimBody)
     async def claim(self, request: Request, body: _ClaimBody) -> Response:
-        """Take queued rollouts under a lease, with the keys of their agents; waits up to `wait_s` for work."""
+        """Take queued rollouts under a lease, with the keys of their agents; waits up to `wait_s` for work. What the
+        controller had before and is not `holding` was lost: it gets another attempt."""
 
         async def read() -> list[Claim]:
-            taken = await self._services.store.claim(controller=body.controller, limit=body.limit, lease_s=body.lease_s)
+            taken = await self._services.store.claim(
+                controller=body.controller, limit=body.limit, lease_s=body.lease_s, holding=body.holding
+            )
             keys = self._services.auth
             return [
                 Claim(rollout=rollout, agent_key=keys.agent_key(rollout.spec.id, rollout.attempt)) for rollout in taken

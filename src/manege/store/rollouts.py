@@ -94,11 +94,21 @@ def create(connection: Connection, specs: Sequence[RolloutSpec], now_s: float) -
     return created
 
 
-def claim(connection: Connection, controller: str, limit: int, lease_s: float, now_s: float) -> list[Rollout]:
-    """Queued rollouts and those whose lease ran out, oldest first, now running under this controller's lease."""
-    expired = and_(rollouts.c.state == RolloutState.RUNNING, rollouts.c.lease_until_s < now_s)
-    for lost in query(connection, select(rollouts).where(expired).order_by(rollouts.c.seq)):
-        message = f"attempt {lost.attempt} was lost: its controller stopped renewing the lease"
+def claim(
+    connection: Connection,
+    controller: str,
+    limit: int,
+    lease_s: float,
+    now_s: float,
+    holding: Collection[RolloutId] | None,
+) -> list[Rollout]:
+    """Queued rollouts and those that were lost, oldest first, now running under this controller's lease."""
+    lost_lease = rollouts.c.lease_until_s < now_s
+    if holding is not None:
+        lost_lease |= and_(rollouts.c.controller == controller, rollouts.c.id.not_in(holding))
+    is_lost = and_(rollouts.c.state == RolloutState.RUNNING, lost_lease)
+    for lost in query(connection, select(rollouts).where(is_lost).order_by(rollouts.c.seq)):
+        message = f"attempt {lost.attempt} was lost: its controller died, or stopped renewing the lease"
         _end_attempt(connection, lost, Ending(outcome=Outcome.INFRA_ERROR, message=message), now_s)
     queued = select(rollouts).where(rollouts.c.state == RolloutState.QUEUING).order_by(rollouts.c.seq).limit(limit)
     taken = query(connection, queued)

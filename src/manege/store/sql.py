@@ -11,7 +11,7 @@ import asyncio
 import sqlite3
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -113,12 +113,14 @@ class SqlStore(StoreReader):
                 self._running.popitem(last=False)
         return rollout
 
-    async def claim(self, *, controller: str, limit: int, lease_s: float) -> Sequence[Rollout]:
+    async def claim(
+        self, *, controller: str, limit: int, lease_s: float, holding: Collection[RolloutId] | None = None
+    ) -> Sequence[Rollout]:
         """Take queued rollouts (oldest first): queuing -> running under a lease of this controller.
-        A running rollout whose lease ran out is taken over as a new attempt; one with no attempt left is finished as
-        infra_error instead."""
+        A running rollout whose lease ran out is taken over as a new attempt, and so is one of this controller that it
+        does not say to be `holding`; one with no attempt left is finished as infra_error instead."""
         return await self._write(
-            lambda connection: rollouts.claim(connection, controller, limit, lease_s, self._clock())
+            lambda connection: rollouts.claim(connection, controller, limit, lease_s, self._clock(), holding)
         )
 
     async def start(self, rollout_id: RolloutId, *, evidence: JsonObject) -> Rollout:
