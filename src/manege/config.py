@@ -5,6 +5,8 @@ key, the value and the nearest right one. Importing this module loads no torch.
 """
 
 import difflib
+import hashlib
+import json
 import re
 import tomllib
 from collections.abc import Sequence
@@ -163,6 +165,8 @@ class TrainConfig(Section):
     """Stop early when the success rate of the last three steps has this mean; None: never."""
     checkpoint_every: PositiveInt = 5
     """Steps between checkpoints; the last step always leaves one."""
+    keep_checkpoints: PositiveInt = 2
+    """Checkpoints kept, the newest ones; each is the model and about twice its size for the optimiser."""
     max_failed_fraction: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Stop with a diagnosis when more of a step's rollouts than this have no model call or no verdict."""
 
@@ -275,6 +279,11 @@ class RunConfig(Section):
     def to_json(self) -> dict[str, Any]:
         """For the store and the run folder: everything but the operator key."""
         return self.model_dump(mode="json", exclude={"gateway": {"key"}})
+
+    def digest(self) -> str:
+        """SHA-256 of the settings as canonical JSON; where the run folder lies is none of them."""
+        settings = {key: value for key, value in self.to_json().items() if key != "folder"}
+        return hashlib.sha256(json.dumps(settings, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def load_config(path: Path, overrides: Sequence[str] = (), *, quick: bool = False) -> RunConfig:

@@ -121,7 +121,7 @@ def test_a_stopped_run_leaves_no_agent_and_goes_on_where_it_was(tmp_path, number
     first = rows(folder, "step")
     code, _, err = finish(manege("train", RUN_FILE, *overrides, "seed=5", "--resume"))
     assert code == 2
-    assert "was started with seed = 0, not 5" in err
+    assert "seed: 0 -> 5" in err
     code, _, err = finish(manege("train", RUN_FILE, *overrides, "--resume"))
     assert code == 0, err
     steps = rows(folder, "step")

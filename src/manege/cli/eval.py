@@ -8,7 +8,7 @@ from rich.console import Console
 from manege.cli.arguments import add_run_arguments, read_run, scratch_folder
 from manege.cli.parts import check_agents, serving
 from manege.errors import ConfigError
-from manege.trainer.collect import GroupFeed
+from manege.trainer.collect import GroupFeed, new_nonce
 from manege.trainer.evaluate import evaluate, wilson
 from manege.trainer.tasks import load_tasks
 from manege.types import RunId
@@ -46,7 +46,11 @@ async def execute(arguments: argparse.Namespace) -> int:
             )
             for temperature in config.evaluation.temperatures:
                 result = await evaluate(
-                    feed, tasks, temperature=temperature, success_reward=config.scorer.success_reward
+                    feed,
+                    tasks,
+                    name=new_nonce(),
+                    temperature=temperature,
+                    success_reward=config.scorer.success_reward,
                 )
                 low, high = wilson(result.num_success, result.num_tasks)
                 name = "greedy" if temperature == 0 else f"T = {temperature:g}"

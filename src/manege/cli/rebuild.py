@@ -1,7 +1,8 @@
 """Steps of a stored run built again, by the trainer's own code, and what they amount to.
 
-Groups come in the order of their completion, as to the trainer. A trainer that stops cancels what it waits for, and the
-next one begins its batch anew: so a group with a cancelled member, and those of the batch before it, are left out.
+Groups come in the order of their completion, as to the trainer, which waits for all groups of a step before it asks for
+those of the next. A trainer that goes on with another config cancels what was open, and begins its batch anew: so a
+group with a cancelled member, and those of the batch before it, are left out.
 """
 
 import math
@@ -69,8 +70,6 @@ async def rebuild(stored: StoredRun, config: RunConfig) -> Sequence[Mapping[str,
     of `_gradient`."""
     credit, train = config.credit, config.train
     feed = _Stored(stored, call_rewards=credit.advantage == "returns")
-    # As a run that was never resumed draws.
-    rng = random.Random(f"{config.seed}:shuffle:0")
 
     def is_worth_training(group: Group) -> bool:
         return credit.zero_variance == "keep" or is_informative(group, credit, train.max_sample_tokens)
@@ -88,7 +87,7 @@ async def rebuild(stored: StoredRun, config: RunConfig) -> Sequence[Mapping[str,
             drawn.groups,
             credit,
             success_reward=config.scorer.success_reward,
-            rng=rng,
+            rng=random.Random(f"{config.seed}:shuffle:{len(steps)}"),
             num_mini_batches=train.mini_batches,
             # None where the run has none: no call is longer than its engine takes, so the engine's cuts nothing.
             max_sample_tokens=train.max_sample_tokens,

@@ -2,7 +2,7 @@
 
 Its steps are built again from the store by the trainer's own code, without an engine or agents. Shown are samples, the
 ledger, advantages and the loss at the policy that sampled (pi = mu). Steps are `train.groups` complete groups in the
-order of completion; after a resume, those that were trained again count again.
+order of completion; those that were asked for again under another config count again.
 """
 
 import argparse
@@ -133,6 +133,4 @@ def _remarks(settings: Sequence[str], configs: Mapping[str, RunConfig]) -> Seque
     unseen = [setting for setting in settings if setting.removeprefix("credit.").partition("=")[0] in _UNSEEN]
     if unseen:
         lines.append(f"{', '.join(unseen)}: changes nothing where the policy is still the one that sampled")
-    if any(config.credit.shuffle_rewards for config in configs.values()):
-        lines.append("rewards are shuffled as in a run that was never resumed")
     return lines

@@ -5,7 +5,7 @@ import asyncio
 import json
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from manege.cli.view import TrainView, summary
 from manege.client import Client
 from manege.config import RunConfig
 from manege.errors import ConfigError
+from manege.trainer.durable import write_text
 from manege.trainer.loop import Trainer
 from manege.trainer.tasks import load_train_and_heldout
 
@@ -34,6 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run_arguments(parser)
     add_gateway_arguments(parser)
     parser.add_argument("--resume", action="store_true", help="go on from the run folder's last checkpoint")
+    parser.add_argument("--allow-changes", action="store_true", help="--resume with another config than before")
 
 
 async def execute(arguments: argparse.Namespace) -> int:
@@ -45,7 +47,7 @@ async def execute(arguments: argparse.Namespace) -> int:
         _check_folder(folder, resume=arguments.resume)
         train_tasks, heldout_tasks = load_train_and_heldout(config.tasks, seed=config.seed)
         check_agents(config, train_tasks, console)
-        _keep_config(folder, config, resume=arguments.resume)
+        _keep_config(folder, config, arguments, console)
         console.print(f"manege train {config.name}: run folder {folder}", highlight=False)
         try:
             async with AsyncExitStack() as stack:
@@ -88,7 +90,7 @@ async def _train(trainer: Trainer, client: Client, view: TrainView) -> Sequence[
 
 
 def _check_folder(folder: Path, *, resume: bool) -> None:
-    used = (folder / "metrics.jsonl").exists() or (folder / "checkpoints").exists()
+    used = any((folder / name).exists() for name in ("nonce", "metrics.jsonl", "checkpoints"))
     if used and not resume:
         raise ConfigError(
             f"run folder {folder} already holds a run; go on with --resume, or choose another one with folder=..."
@@ -97,23 +99,35 @@ def _check_folder(folder: Path, *, resume: bool) -> None:
         raise ConfigError(f"--resume: run folder {folder} holds no run; check folder=...")
 
 
-def _keep_config(folder: Path, config: RunConfig, *, resume: bool) -> None:
+def _keep_config(folder: Path, config: RunConfig, arguments: argparse.Namespace, console: Console) -> None:
     """A resumed run must be the same run: another seed, model or task set would mix two trainings in one record."""
     path, new = folder / "config.json", config.to_json()
-    if resume and path.exists():
-        old = json.loads(path.read_text())
-        for key in ("name", "seed", "model", "tasks"):
-            if old[key] != new[key]:
-                raise ConfigError(
-                    f"--resume: the run in {folder} was started with {key} = {old[key]!r}, not {new[key]!r}; "
-                    "give the overrides it was started with"
-                )
-    path.write_text(json.dumps(new, indent=1))
+    if arguments.resume and path.exists():
+        changes = list(_changes(json.loads(path.read_text(encoding="utf-8")), new))
+        if changes and not arguments.allow_changes:
+            raise ConfigError(
+                f"--resume: the run in {folder} has another config: {'; '.join(changes)}. Give the overrides that it "
+                "was started with, or go on with the new config with --allow-changes"
+            )
+        for change in changes:
+            console.print(f"changed: {change}", highlight=False, soft_wrap=True)
+    write_text(path, json.dumps(new, indent=1))
+
+
+def _changes(old: Any, new: Any, key: str = "") -> Iterator[str]:
+    """`key: old -> new` for every key that differs; where the run folder lies is no setting of a run."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in sorted(old.keys() | new.keys()):
+            yield from _changes(old.get(name), new.get(name), f"{key}.{name}" if key else name)
+    elif old != new and key != "folder":
+        yield f"{key}: {old!r} -> {new!r}"
 
 
 def _resume_command(arguments: argparse.Namespace) -> str:
     flags = [flag for flag in ("quick", "unsafe") if getattr(arguments, flag)]
     words = ["manege", "train", str(arguments.run_file), *arguments.overrides, *(f"--{flag}" for flag in flags)]
+    if arguments.gateway:
+        words += ["--gateway", arguments.gateway, "--key-file", str(arguments.key_file)]
     return shlex.join([*words, "--resume"])
 
 

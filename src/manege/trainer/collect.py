@@ -1,17 +1,19 @@
 """Groups of rollouts: ask for them, wait until all their members ended, fetch their calls.
 
 The feed only talks to the gateway through the client. A group is given out when it is complete, in the order of
-completion. Concurrency: one task reads the feed; `start` and `next_group` are called by the same task.
+completion. Asking for a group again, by its id, finds its rollouts as they are: those that ended before are in the
+gateway's answer, the others will be in the terminal feed. Concurrency: one task reads the feed; `start` and
+`next_group` are called by the same task.
 """
 
-import uuid
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from manege.client import Client
-from manege.types import Call, CallId, GroupId, Rollout, RolloutId, RolloutSpec, RunId, Task
+from manege.types import TERMINAL, Call, CallId, GroupId, Rollout, RolloutId, RolloutSpec, RunId, Task
 
-__all__ = ["Group", "GroupFeed"]
+__all__ = ["Group", "GroupFeed", "new_nonce"]
 
 _WAIT_S = 20.0
 """Long poll: below the idle time-outs of common proxies."""
@@ -28,6 +30,18 @@ class Group:
     call_rewards: Sequence[Mapping[CallId, float]] = ()
     """... what single calls earned; empty: nobody asked."""
 
+    @property
+    def id(self) -> GroupId:
+        """Of its rollouts."""
+        group = self.rollouts[0].spec.group
+        assert group is not None
+        return group
+
+
+def new_nonce() -> str:
+    """Eight letters that nobody else has."""
+    return secrets.token_hex(4)
+
 
 class GroupFeed:
     """Rollouts of one run, asked for and given back group by group."""
@@ -42,16 +56,19 @@ class GroupFeed:
         max_attempts: int,
         call_rewards: bool = False,
     ) -> None:
-        """`call_rewards`: fetch what single calls earned, a request per rollout."""
+        """`cursor`: of the terminal feed, taken before anything is asked for. `call_rewards`: fetch what single calls
+        earned, a request per rollout."""
         self._client, self._run, self._call_rewards = client, run, call_rewards
         self._cursor = cursor
         self._reward_from, self._max_attempts = reward_from, max_attempts
         self._open: dict[GroupId, tuple[Task, set[RolloutId], list[Rollout]]] = {}
         self._complete: list[GroupId] = []
 
-    async def start(self, task: Task, *, size: int, is_train: bool, temperature: float | None) -> None:
-        """Queue one group."""
-        group = GroupId(uuid.uuid4().hex[:12])
+    async def start(
+        self, task: Task, *, group: GroupId | None = None, size: int, is_train: bool, temperature: float | None
+    ) -> None:
+        """Queue one group, or find it. None: nobody will ask for it again."""
+        group = group or GroupId(new_nonce())
         specs = [
             RolloutSpec(
                 id=RolloutId(f"{group}-{member}"),
@@ -66,7 +83,9 @@ class GroupFeed:
             for member in range(size)
         ]
         self._open[group] = (task, {spec.id for spec in specs}, [])
-        await self._client.create_rollouts(specs)
+        for rollout in await self._client.create_rollouts(specs):
+            if rollout.state in TERMINAL:
+                self._take(rollout)
 
     async def next_group(self) -> Group:
         """The next complete group; waits for it."""
@@ -85,13 +104,6 @@ class GroupFeed:
             call_rewards=[await self._earned(rollout.spec.id) for rollout in rollouts if self._earns(rollout)],
         )
 
-    async def cancel_open(self) -> None:
-        """Give up what has not ended."""
-        for _, waiting, _ in self._open.values():
-            for rollout_id in waiting:
-                await self._client.cancel(rollout_id)
-        self._open.clear()
-
     def _earns(self, rollout: Rollout) -> bool:
         return self._call_rewards and rollout.spec.is_train
 
@@ -103,7 +115,7 @@ class GroupFeed:
     def _take(self, rollout: Rollout) -> None:
         group = rollout.spec.group
         if group is None or group not in self._open:
-            return  # of an earlier life of this run
+            return  # taken already, or not ours
         _, waiting, ended = self._open[group]
         if rollout.spec.id in waiting:
             waiting.remove(rollout.spec.id)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from manege.trainer.collect import GroupFeed
-from manege.types import Task
+from manege.types import GroupId, Task
 
 __all__ = ["Evaluation", "evaluate", "wilson"]
 
@@ -26,10 +26,14 @@ class Evaluation:
         return self.num_success / self.num_tasks
 
 
-async def evaluate(feed: GroupFeed, tasks: Sequence[Task], *, temperature: float, success_reward: float) -> Evaluation:
-    """One rollout per task, in validation mode at a fixed temperature."""
-    for task in tasks:
-        await feed.start(task, size=1, is_train=False, temperature=temperature)
+async def evaluate(
+    feed: GroupFeed, tasks: Sequence[Task], *, name: str, temperature: float, success_reward: float
+) -> Evaluation:
+    """One rollout per task, in validation mode at a fixed temperature. What was asked for under the same `name` and
+    temperature is not done again."""
+    for position, task in enumerate(tasks):
+        group = GroupId(f"{name}-{temperature}-{position:04d}")
+        await feed.start(task, group=group, size=1, is_train=False, temperature=temperature)
     rewards = []
     for _ in tasks:
         group = await feed.next_group()
@@ -39,7 +43,8 @@ async def evaluate(feed: GroupFeed, tasks: Sequence[Task], *, temperature: float
         temperature=temperature,
         num_tasks=len(tasks),
         num_success=sum(reward >= success_reward for reward in rewards),
-        reward_mean=sum(rewards) / len(rewards),
+        # Exactly, since they come in the order of completion.
+        reward_mean=math.fsum(rewards) / len(rewards),
     )
 
 

@@ -4,15 +4,20 @@ A name that is not in the table cannot be written; docs/reference/metrics.md is 
 """
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from manege.trainer.durable import sync, write_text
 
 __all__ = ["METRICS", "MetricsFile", "read_metrics"]
 
 METRICS: Mapping[str, str] = {
     "kind": "`step` or `evaluation`",
     "step": "updates done, from 1 on; of an evaluation: updates before it",
+    "groups": "ids of the groups that the step trained, in their order; a group is in one step at most",
+    "replaced": "ids of the constant groups that others were made for",
     "optimiser_steps": "optimiser steps of the update: mini-batches that have a gradient; 0: nothing to learn",
     "policy_version": "version that sampled (evaluation) or was published (step)",
     "time_s": "seconds since the epoch",
@@ -69,7 +74,7 @@ METRICS: Mapping[str, str] = {
 
 
 class MetricsFile:
-    """Appends one JSON object per line."""
+    """Appends one JSON object per line; it is on the disk when `write` returns."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -79,17 +84,20 @@ class MetricsFile:
         """Unknown names are a bug of ours."""
         unknown = set(row) - set(METRICS)
         assert not unknown, f"metrics that are not in the table: {sorted(unknown)}"
+        is_new = not self._path.exists()
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(dict(row)) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        if is_new:
+            sync(self._path.parent)
 
     def truncate(self, *, step: int) -> None:
         """Forget rows after this step: a resumed run makes them again."""
         if not self._path.exists():
             return
         kept = [row for row in read_metrics(self._path) if row["step"] <= step]
-        partial = self._path.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(dict(row)) + "\n" for row in kept), encoding="utf-8")
-        partial.replace(self._path)
+        write_text(self._path, "".join(json.dumps(dict(row)) + "\n" for row in kept))
 
 
 def read_metrics(path: Path) -> Sequence[Mapping[str, Any]]:

@@ -21,9 +21,9 @@ class Drawn:
     """The groups of one step."""
 
     groups: Sequence[Group]
-    """To train on; always as many as a step has."""
+    """To train on, by id; always as many as a step has."""
     replaced: Sequence[Group]
-    """Others that ended for this step and taught nothing."""
+    """Others that ended for this step and taught nothing, by id."""
 
 
 class Schedule(Protocol):
@@ -51,16 +51,24 @@ class SyncSchedule:
         self._num_groups, self._keep = num_groups, keep
 
     async def next_batch(self) -> Drawn:
-        """See Schedule."""
+        """See Schedule. Which groups these are, and their order, does not depend on the order of completion."""
+        worth: list[Group] = []
+        others: list[Group] = []
+        num_replaceable = _MAX_REPLACED * self._num_groups
         for _ in range(self._num_groups):
             await self._start_group()
-        groups: list[Group] = []
-        replaced: list[Group] = []
-        while len(groups) < self._num_groups:
+        while len(worth) < self._num_groups and len(worth) + len(others) < self._num_groups + num_replaceable:
             group = await self._next_group()
-            if len(replaced) == _MAX_REPLACED * self._num_groups or self._keep(group):
-                groups.append(group)
-            else:
-                replaced.append(group)
+            if self._keep(group):
+                worth.append(group)
+                continue
+            others.append(group)
+            if len(others) <= num_replaceable:
                 await self._start_group()
-        return Drawn(groups=groups, replaced=replaced)
+        others.sort(key=_by_id)
+        num_replaced = len(others) - (self._num_groups - len(worth))
+        return Drawn(groups=sorted(worth + others[num_replaced:], key=_by_id), replaced=others[:num_replaced])
+
+
+def _by_id(group: Group) -> str:
+    return group.id

@@ -107,7 +107,7 @@ class TrainEngine(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Weights, optimiser and rng, complete or not at all."""
+        """A model folder as `export` writes it, with optimiser and rng beside the weights."""
         ...
 
     def load(self, folder: Path) -> None:

@@ -8,8 +8,8 @@ Shape legend: M trained tokens of a micro-batch, U distinct positions that predi
 """
 
 import copy
-import json
 import math
+import pickle
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from manege.engine.threads import physical_cores
 from manege.errors import TrainerError
 from manege.model.base import LanguageModel
 from manege.model.folder import ModelFolder
-from manege.model.load import export_folder, read_weights, save_weights
+from manege.model.load import export_folder, read_weights
 from manege.trainer.algo.batching import micro_batches
 from manege.trainer.algo.samples import Sample
 from manege.trainer.engines.base import Capabilities, StepReport, WeightedSample
@@ -37,7 +37,6 @@ __all__ = ["TorchEngine"]
 
 _LOSSES = frozenset({"ppo", "cispo", "gspo"})
 _STATE_FILE = "optimizer.pt"
-_HEADER_FILE = "engine.json"
 
 
 class TorchEngine:
@@ -121,28 +120,35 @@ class TorchEngine:
 
     def save(self, folder: Path) -> None:
         """See TrainEngine; the caller gives a folder that is not visible as a checkpoint yet."""
-        folder.mkdir(parents=True, exist_ok=True)
-        save_weights(self._model, folder)
-        state = {"optimizer": self._optimizer.state_dict(), "rng": torch.get_rng_state(), "num_steps": self._num_steps}
+        self.export(folder)
+        device = self._parameters[0].device
+        state = {
+            "num_parameters": self._num_parameters(),
+            "optimizer": self._optimizer.state_dict(),
+            "num_steps": self._num_steps,
+            "rng": torch.get_rng_state(),
+            "cuda_rng": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        }
         torch.save(state, folder / _STATE_FILE)
-        (folder / _HEADER_FILE).write_text(json.dumps({"schema": 1, "num_parameters": self._num_parameters()}))
 
     def load(self, folder: Path) -> None:
         """See TrainEngine."""
         try:
-            header = json.loads((folder / _HEADER_FILE).read_text())
-        except (OSError, ValueError) as error:
+            state = torch.load(folder / _STATE_FILE, map_location="cpu", weights_only=True)
+        except (OSError, RuntimeError, pickle.UnpicklingError) as error:
             raise TrainerError(f"{folder} is not a checkpoint of this engine: {error}") from error
-        if header["num_parameters"] != self._num_parameters():
+        if state["num_parameters"] != self._num_parameters():
             raise TrainerError(
-                f"checkpoint {folder} has {header['num_parameters']} parameters, the model {self._num_parameters()}; "
+                f"checkpoint {folder} has {state['num_parameters']} parameters, the model {self._num_parameters()}; "
                 "resume with the model it was made with"
             )
         read_weights(self._model, folder)
-        state = torch.load(folder / _STATE_FILE, weights_only=True)
         self._optimizer.load_state_dict(state["optimizer"])
-        torch.set_rng_state(state["rng"])
         self._num_steps = state["num_steps"]
+        torch.set_rng_state(state["rng"])
+        device = self._parameters[0].device
+        if device.type == "cuda" and state["cuda_rng"] is not None:
+            torch.cuda.set_rng_state(state["cuda_rng"], device)
 
     def export(self, folder: Path) -> None:
         """See TrainEngine."""
