@@ -1,6 +1,6 @@
 """The typed client of the gateway's own API, for controllers and trainers.
 
-What flows: dataclasses of the glossary, as JSON; calls with their arrays in base64 (`store/codec.py`). The gateway's
+What flows: dataclasses of the glossary, as JSON; calls with their arrays as bytes (`store/wire.py`). The gateway's
 errors come back as the classes of `errors.py`, by their `code`. Connection errors and 503 are tried again, with jitter:
 a gateway that restarts, or a store that is away, is waited for; what pauses, resumes or changes an engine waits for it
 too. Nothing else is tried again. A write whose answer was lost is thus sent twice: creation is idempotent by id,
@@ -24,7 +24,8 @@ from manege.engine.base import Weights
 from manege.errors import EngineError, ManegeError, StoreError, UnavailableError
 from manege.logs import get_logger, kv
 from manege.store.base import Ending, Run, TerminalPage
-from manege.store.codec import ROLLOUT, ROLLOUTS, RUN, TERMINAL_PAGE, decode_call
+from manege.store.codec import ROLLOUT, ROLLOUT_PAGE, ROLLOUTS, RUN, TERMINAL_PAGE
+from manege.store.wire import decode_calls
 from manege.types import (
     Call,
     Event,
@@ -122,12 +123,15 @@ class Client:
     async def open_rollouts(self, run: RunId) -> list[Rollout]:
         """Rollouts of a run that have not ended, oldest first."""
         found: list[Rollout] = []
-        for state in (RolloutState.QUEUING, RolloutState.RUNNING):
-            query = {"format": "manege", "run": run, "state": state, "limit": ROLLOUTS_PER_REQUEST, "offset": 0}
-            while page := ROLLOUTS.validate_json(await self._send("GET", f"/api/rollouts?{httpx.QueryParams(query)}")):
-                found += page
-                query["offset"] += len(page)
-        return found
+        states = [RolloutState.QUEUING, RolloutState.RUNNING]
+        query = {"format": "manege", "run": run, "state": states, "limit": ROLLOUTS_PER_REQUEST, "after": 0}
+        while True:
+            answer = await self._send("GET", f"/api/rollouts?{httpx.QueryParams(query)}")
+            page = ROLLOUT_PAGE.validate_json(answer)
+            if not page.rollouts:
+                return found
+            found += page.rollouts
+            query["after"] = page.cursor
 
     async def terminal(self, *, run: RunId | None, after: int, limit: int = 256, wait_s: float = 0) -> TerminalPage:
         """Rollouts that ended after the cursor `after`; with none yet, the answer waits up to `wait_s`."""
@@ -164,12 +168,12 @@ class Client:
         return ROLLOUT.validate_json(await self._send("POST", f"/api/rollouts/{rollout_id}/cancel"))
 
     async def calls(self, rollout_ids: Sequence[RolloutId]) -> dict[RolloutId, list[Call]]:
-        """The calls of the last attempt of each rollout, in the order in which they were answered."""
+        """The calls of the last attempt of each rollout, in the order in which they were answered. Their arrays are
+        read-only views of the answer, so that what one request brought stays in memory together."""
         found: dict[RolloutId, list[Call]] = {}
         for first in range(0, len(rollout_ids), CALLS_PER_REQUEST):
             body = {"rollout_ids": list(rollout_ids[first : first + CALLS_PER_REQUEST])}
-            answer = orjson.loads(await self._send("POST", "/api/calls", body))
-            found |= {RolloutId(key): [decode_call(call) for call in calls] for key, calls in answer["calls"].items()}
+            found |= decode_calls(await self._send("POST", "/api/calls", body))
         return found
 
     async def add_event(self, rollout_id: RolloutId, attempt: int, event_type: str, data: JsonObject) -> None:

@@ -64,7 +64,7 @@ async def test_a_full_disk_is_503_to_agent_and_client_and_heals(small_disk, stor
 
         # What was acknowledged can still be read, and what was not is not there.
         assert (await client.get_rollout("r")).state is RolloutState.RUNNING
-        assert [rollout.spec.id for rollout in await store.list_rollouts()] == ["r"]
+        assert [rollout.spec.id for rollout in (await store.list_rollouts()).rollouts] == ["r"]
         assert (await client.calls(["r"]))["r"] == []
 
         filler.unlink()

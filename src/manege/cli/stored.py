@@ -91,7 +91,7 @@ async def stored_run(arguments: argparse.Namespace) -> AsyncIterator[StoredRun]:
     reader = await StoreReader.open(folder / STORE)
     try:
         run_id = _choose(folder, name, await reader.run_ids())
-        yield await _read(reader, run_id, await reader.list_rollouts(run=run_id, limit=-1))
+        yield await _read(reader, run_id, (await reader.list_rollouts(run=run_id, limit=None)).rollouts)
     finally:
         await reader.close()
 

@@ -3,6 +3,7 @@
 Every write that a long poll may wait for is followed by `feed.changed()`.
 """
 
+import asyncio
 import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -19,8 +20,19 @@ from manege.gateway.declare import answers, asks, takes
 from manege.gateway.services import Services
 from manege.http import answer
 from manege.store.base import Ending, TerminalPage
-from manege.store.codec import encode_call
-from manege.types import TERMINAL, CallId, JsonObject, Outcome, Rollout, RolloutId, RolloutSpec, RolloutState, RunId
+from manege.store.wire import MEDIA_TYPE, encode_calls
+from manege.types import (
+    TERMINAL,
+    CallId,
+    GroupId,
+    JsonObject,
+    Outcome,
+    Rollout,
+    RolloutId,
+    RolloutSpec,
+    RolloutState,
+    RunId,
+)
 
 __all__ = ["rollout_routes"]
 
@@ -40,12 +52,18 @@ class _Query(BaseModel):
 
 class _ListQuery(_Query):
     run: RunId | None = None
-    """Only with our shape, as `state` and `offset`."""
-    state: RolloutState | None = None
+    """Only with our shape, as `state`, `group`, `since_s`, `until_s` and `after`."""
+    state: list[RolloutState] = Field(default_factory=list)
+    group: GroupId | None = None
+    since_s: float | None = None
+    """Created then or later, seconds since the epoch."""
+    until_s: float | None = None
+    """Created before."""
+    after: Position = 0
+    """The cursor of the page before."""
     state_in: list[RolloutState] = Field(default_factory=list)
     """Only with Agent Lightning's shape."""
     limit: Limit = 500
-    offset: Position = 0
 
 
 class _TerminalQuery(_Query):
@@ -114,20 +132,23 @@ class _Rollouts:
 
     @asks(_ListQuery)
     async def list(self, _request: Request, query: _ListQuery) -> Response:
-        """Rollouts by state, oldest first; `?format=manege` for our shape, with `run`, `state`, `limit`, `offset`."""
+        """Rollouts by state, oldest first; `?format=manege` for our shape: by run, state, group and time, in pages."""
         if query.format == "manege":
-            found = await self._store.list_rollouts(
-                run=query.run, state=query.state, limit=query.limit, offset=query.offset
+            page = await self._store.list_rollouts(
+                run=query.run,
+                state=query.state or None,
+                group=query.group,
+                since_s=query.since_s,
+                until_s=query.until_s,
+                after=query.after,
+                limit=query.limit,
             )
-            return answer(found)
+            return answer(page)
         states = set(query.state_in or RolloutState)
         if RolloutState.FAILED in states:
             states.add(RolloutState.CANCELLED)
-        found = [
-            rollout for state in states for rollout in await self._store.list_rollouts(state=state, limit=query.limit)
-        ]
-        found.sort(key=lambda rollout: rollout.created_s)
-        return answer([lightning.rollout_view(rollout) for rollout in found[: query.limit]])
+        page = await self._store.list_rollouts(state=states, limit=query.limit)
+        return answer([lightning.rollout_view(rollout) for rollout in page.rollouts])
 
     @asks(_TerminalQuery)
     async def terminal(self, request: Request, query: _TerminalQuery) -> Response:
@@ -188,11 +209,13 @@ class _Rollouts:
         rollout = await self._store.finish(_rollout_id(request), path_attempt(request), ending)
         return answer(self._changed(rollout))
 
+    @answers(200, MEDIA_TYPE)
     @takes(_RolloutIds)
     async def calls(self, _request: Request, body: _RolloutIds) -> Response:
-        """The model calls of the last attempts of some rollouts, with their tokens."""
-        found = await self._store.calls(body.rollout_ids)
-        return answer({"calls": {key: [encode_call(call) for call in calls] for key, calls in found.items()}})
+        """The model calls of the last attempts of some rollouts, with their tokens, as bytes of our own format."""
+        found = await self._store.stored_calls(body.rollout_ids)
+        # In a thread: agents' calls shall not wait for it.
+        return Response(await asyncio.to_thread(encode_calls, found), media_type=MEDIA_TYPE)
 
     def _changed(self, rollout: Rollout) -> Rollout:
         self._feed.changed()

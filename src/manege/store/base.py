@@ -7,7 +7,7 @@ its gateway works, is `reading.StoreReader`.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from manege.types import Call, CallId, JsonObject, Outcome, Rollout, RolloutId, RunId
+from manege.types import Call, CallId, JsonObject, Outcome, Rollout, RolloutId, RolloutState, RunId
 
 __all__ = ["EVERYTHING", "Changes", "Ending", "GatewayState", "RolloutPage", "Run", "StoredCall", "TerminalPage"]
 
@@ -83,6 +83,26 @@ class Changes:
 
 
 EVERYTHING = Changes(everything=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStats:
+    """A run in numbers."""
+
+    states: Mapping[RolloutState, int]
+    """Rollouts per state, as are ..."""
+    outcomes: Mapping[Outcome, int]
+    """... those that ended per outcome."""
+    reward_mean: float | None
+    """Of training rollouts and evaluations that have a reward."""
+    num_calls: int
+    """Of all attempts, as is ..."""
+    sampled_tokens: int
+    """... what they sampled."""
+    first_s: float | None
+    """When the first rollout was created, and ..."""
+    last_s: float | None
+    """... when one was last created, started or ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

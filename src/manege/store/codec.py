@@ -13,7 +13,7 @@ import orjson
 from pydantic import TypeAdapter
 
 from manege.errors import ProtocolError
-from manege.store.base import Run, TerminalPage
+from manege.store.base import RolloutPage, Run, TerminalPage
 from manege.types import (
     Call,
     Delivered,
@@ -29,21 +29,25 @@ from manege.types import (
 __all__ = [
     "ROLLOUT",
     "ROLLOUTS",
+    "ROLLOUT_PAGE",
     "RUN",
     "SPEC",
     "SPECS",
     "TERMINAL_PAGE",
     "call_record",
     "decode_call",
+    "dump_bytes",
     "dumps",
     "encode_call",
     "floats",
+    "id_bytes",
     "ids",
     "make_call",
 ]
 
 ROLLOUT = TypeAdapter(Rollout)
 ROLLOUTS = TypeAdapter(list[Rollout])
+ROLLOUT_PAGE = TypeAdapter(RolloutPage)
 RUN = TypeAdapter(Run)
 SPEC = TypeAdapter(RolloutSpec)
 SPECS = TypeAdapter(list[RolloutSpec])
@@ -60,6 +64,16 @@ def dumps(value: Any) -> str:
         return orjson.dumps(value).decode()
     except orjson.JSONEncodeError as error:
         raise ProtocolError(f"not representable as JSON: {error}") from error
+
+
+def dump_bytes(value: Any) -> bytes:
+    """JSON of what is known to be JSON."""
+    return orjson.dumps(value)
+
+
+def id_bytes(ids_T: IntArray) -> bytes:
+    """Token ids as they are kept."""
+    return ids_T.astype(_IDS, copy=False).tobytes()
 
 
 def ids(blob: bytes) -> IntArray:

@@ -6,7 +6,7 @@ completion in the same transaction: numbers become visible in their order, so th
 """
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,9 +15,11 @@ from sqlalchemy import Connection, Row, Select, and_, bindparam, delete, insert,
 
 from manege.errors import ConflictError, NotFoundError, UnprocessableError
 from manege.store.base import Ending
-from manege.store.changes import note_change
+from manege.store.changes import note_rollout
 from manege.store.codec import SPEC, dumps
-from manege.store.tables import calls, counters, events, rollouts
+from manege.store.counters import count_up
+from manege.store.stored_calls import attempt_ids
+from manege.store.tables import calls, events, raw_calls, rollouts
 from manege.types import (
     TERMINAL,
     TRANSITIONS,
@@ -34,12 +36,11 @@ __all__ = [
     "cancel",
     "check_calls",
     "claim",
-    "count",
-    "count_up",
     "create",
     "finish",
     "get",
     "grant_leases",
+    "of_rows",
     "query",
     "remove",
     "renew",
@@ -68,9 +69,14 @@ def _to_rollout(row: Row[Any]) -> Rollout:
     )
 
 
+def of_rows(rows: Iterable[Row[Any]]) -> list[Rollout]:
+    """Rows of the table as the glossary's type."""
+    return [_to_rollout(row) for row in rows]
+
+
 def query(connection: Connection, statement: Select[Any]) -> list[Rollout]:
     """The rollouts that a select of the table finds."""
-    return [_to_rollout(row) for row in connection.execute(statement)]
+    return of_rows(connection.execute(statement))
 
 
 def get(connection: Connection, rollout_id: RolloutId) -> Rollout:
@@ -89,7 +95,9 @@ def create(connection: Connection, specs: Sequence[RolloutSpec], now_s: float) -
             created.append(_to_rollout(known))
             continue
         fresh = {"state": RolloutState.QUEUING, "attempt": 0, "created_s": now_s}
-        connection.execute(insert(rollouts).values(id=spec.id, run=spec.run, spec=dumps(spec), evidence="{}", **fresh))
+        key = {"id": spec.id, "run": spec.run, "group_id": spec.group}
+        connection.execute(insert(rollouts).values(**key, spec=dumps(spec), evidence="{}", **fresh))
+        note_rollout(connection, spec.id)
         created.append(Rollout(spec=spec, **fresh))
     return created
 
@@ -176,8 +184,9 @@ def cancel(connection: Connection, rollout_id: RolloutId, now_s: float) -> Rollo
 
 def check_calls(connection: Connection, rollout_id: RolloutId, attempt: int, call_ids: Collection[CallId]) -> None:
     """Raises UnprocessableError that names the first of them that is no call of this attempt."""
-    known = select(calls.c.id).where(calls.c.rollout_id == rollout_id, calls.c.attempt == attempt)
-    unknown = sorted(set(call_ids).difference(connection.execute(known.where(calls.c.id.in_(call_ids))).scalars()))
+    if not call_ids:
+        return
+    unknown = sorted(set(call_ids).difference(attempt_ids(connection, rollout_id, attempt)))
     if unknown:
         raise UnprocessableError(
             f"attempt {attempt} of rollout {rollout_id} has no call {unknown[0]!r}; a call's id is the one that its "
@@ -188,22 +197,10 @@ def check_calls(connection: Connection, rollout_id: RolloutId, attempt: int, cal
 def remove(connection: Connection, rollout_id: RolloutId) -> None:
     """Delete a rollout with its calls and events. Raises NotFoundError."""
     get(connection, rollout_id)
-    connection.execute(delete(calls).where(calls.c.rollout_id == rollout_id))
-    connection.execute(delete(events).where(events.c.rollout_id == rollout_id))
+    for table in (calls, raw_calls, events):
+        connection.execute(delete(table).where(table.c.rollout_id == rollout_id))
     connection.execute(delete(rollouts).where(rollouts.c.id == rollout_id))
-    note_change(connection, rollout_id)
-
-
-def count(connection: Connection, name: str) -> int:
-    """Where a counter stands."""
-    return connection.execute(select(counters.c.value).where(counters.c.name == name)).scalar_one()
-
-
-def count_up(connection: Connection, name: str) -> int:
-    """The next number of a counter that only grows."""
-    value = count(connection, name) + 1
-    connection.execute(update(counters).where(counters.c.name == name).values(value=value))
-    return value
+    note_rollout(connection, rollout_id)
 
 
 def _start(
@@ -269,7 +266,7 @@ def _posted_reward(connection: Connection, rollout: Rollout) -> float | None:
 
 def _set(connection: Connection, rollout_id: RolloutId, **values: Any) -> None:
     connection.execute(update(rollouts).where(rollouts.c.id == rollout_id).values(**values))
-    note_change(connection, rollout_id)
+    note_rollout(connection, rollout_id)
 
 
 def _refused(rollout: Rollout, state: RolloutState) -> ConflictError:

@@ -1,14 +1,14 @@
-"""The store on a database, through SQLAlchemy Core: SQLite in WAL mode, one writer, readers beside it.
+"""The store on a database, through SQLAlchemy Core: SQLite or PostgreSQL, one writer, readers beside it.
 
 Writes go through the writer (`writer.py`), share commits, and return when they are durable (they survive `kill -9`);
 reads (`reading.py`) run beside them and see committed data only. The rules of the states are in `rollouts.py`,
 since only the database can decide races: a transition that `TRANSITIONS` does not allow, a second terminal state, or a
-write for an attempt that is no longer the current one raises ConflictError. The form of calls is in `calls.py`, what
-only one database knows in `dialect.py`.
+write for an attempt that is no longer the current one raises ConflictError. Calls are written as they come
+(`raw_calls.py`) and indexed right after (`indexing.py`); what only one database knows is in `sqlite.py` and
+`postgres.py`.
 """
 
 import asyncio
-import sqlite3
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Sequence
@@ -16,15 +16,22 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from sqlalchemy import Connection, Engine, insert, inspect, update
+import orjson
+from sqlalchemy import Connection, Engine, delete, insert, select, update
 from sqlalchemy.exc import DBAPIError
 
-from manege.errors import ManegeError
-from manege.store import calls, rollouts, tables
-from manege.store.base import Ending, Run
+from manege.errors import ManegeError, StoreError
+from manege.logs import get_logger, kv
+from manege.store import rollouts, tables
+from manege.store.base import EVERYTHING, Changes, Ending, Run
+from manege.store.changes import note_key, note_run
 from manege.store.codec import dumps
-from manege.store.dialect import explain, open_engine
-from manege.store.reading import StoreReader, check_schema, read_run
+from manege.store.counters import COUNTERS, count_up
+from manege.store.dialect import Database, database_of
+from manege.store.indexing import Indexer, Note
+from manege.store.pruning import prune_run
+from manege.store.raw_calls import Addition, RawCallWriter
+from manege.store.reading import StoreReader, check_schema, read_run, schema_of
 from manege.store.writer import Writer
 from manege.types import (
     Call,
@@ -44,43 +51,74 @@ __all__ = ["SqlStore"]
 
 MAX_RUNNING = 1024
 """Running rollouts that are remembered: as many as one gateway serves at once."""
-
-DELIVERY_WAIT_S = 0.05
-"""Nobody waits for such a note, but the next call of a busy agent comes in a few milliseconds and must be durable."""
+INDEX_WAIT_S = 0.2
+"""Calls are indexed, and notes on them kept, together with those of so much time: nobody waits for that."""
 
 T = TypeVar("T")
+
+_log = get_logger("store")
 
 
 class SqlStore(StoreReader):
     """Made by `open`; belongs to the event loop that opened it."""
 
-    def __init__(self, writing: Engine, reading: Engine, url: str | Path, clock: Callable[[], float]) -> None:
-        super().__init__(reading, url)
+    def __init__(self, database: Database, writing: Engine, clock: Callable[[], float]) -> None:
+        super().__init__(database)
         self._writing = writing
         self._clock = clock
-        self._calls = calls.CallWriter()
-        self._writer = Writer(writing, url, written=self._calls.forget, committed=self._changed)
+        self._raw_calls, self._indexer = RawCallWriter(), Indexer()
+        self._writer = Writer(database, writing, forget=self._forget, committed=self._changed)
+        self._subscribers: list[Callable[[Changes], None]] = []
         self._running: OrderedDict[RolloutId, Rollout] = OrderedDict()
         self._num_changes = 0
+        self._notes: list[tuple[Note, asyncio.Future[None]]] = []
+        self._indexing: asyncio.Task[None] | None = None
+        self._loop = asyncio.get_running_loop()
+        self._listener = database.listen(self._heard)
 
     @classmethod
     async def open(cls, url: str | Path, *, clock: Callable[[], float] = time.time) -> Self:
-        """A path, or `sqlite:///path`; made when missing. Raises ConfigError for a schema newer than this code."""
-        writing, reading = open_engine(url, writes=True), open_engine(url, writes=False)
+        """A path, `sqlite:///path` or `postgresql://user:password@host:port/name`; the tables are made when missing and
+        migrated when old. Raises ConfigError for a schema newer than this code, and for an SQLite file that another
+        process writes to."""
+        database = database_of(url)
+        writing = database.writing()
         try:
-            await asyncio.to_thread(_prepare, writing, url)
+            await asyncio.to_thread(_prepare, database, writing)
         except ManegeError:
             writing.dispose()
+            database.close()
             raise
-        store = cls(writing, reading, url, clock)
+        store = cls(database, writing, clock)
         await store._write(lambda connection: rollouts.grant_leases(connection, clock()))
+        # What a crash left.
+        store._index_soon()
         return store
 
     async def close(self) -> None:
         """Finish pending writes and close. Safe to repeat."""
+        if not self._closed:
+            self._closed = True
+            if self._indexing is not None:
+                self._indexing.cancel()
+                await asyncio.wait({self._indexing})
+            await self._index()
+        if self._listener is not None:
+            await asyncio.to_thread(self._listener.close)
         await self._writer.close()
         await super().close()
         self._writing.dispose()
+        self._database.close()
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other gateways may write to the same database."""
+        return self._database.is_shared
+
+    def subscribe(self, changed: Callable[[Changes], None]) -> None:
+        """Called in the event loop after each commit that changed something, of this store before the writer learns of
+        it, and of the other gateways of the database."""
+        self._subscribers.append(changed)
 
     async def put_run(self, run_id: RunId, config: JsonObject) -> Run:
         """Create or replace the config of a run."""
@@ -88,6 +126,7 @@ class SqlStore(StoreReader):
 
         def write(connection: Connection) -> Run:
             table, text = tables.runs, dumps(config)
+            note_run(connection, run_id)
             changed = connection.execute(update(table).where(table.c.id == run_id).values(config=text))
             if changed.rowcount == 0:
                 connection.execute(insert(table).values(id=run_id, config=text, created_s=now_s))
@@ -151,20 +190,35 @@ class SqlStore(StoreReader):
         """Remove a rollout with its calls and events. Raises NotFoundError."""
         await self._write(lambda connection: rollouts.remove(connection, rollout_id))
 
+    async def prune_run(self, run_id: RunId) -> int:
+        """Delete a run with its rollouts, calls and events, and the space that they took; returns the number of
+        rollouts. Raises ConflictError while some have not ended."""
+
+        def write(connection: Connection) -> int:
+            number = prune_run(connection, run_id)
+            self._indexer.forget(EVERYTHING)
+            return number
+
+        number = await self._write(write)
+        await asyncio.to_thread(self._database.compact)
+        return number
+
     async def add_call(self, call: Call) -> None:
-        """Keep a call. The prompt is stored as what it adds to its parent. Raises NotFoundError for an unknown rollout,
+        """Keep a call; one that is kept already is left as it is. Raises NotFoundError for an unknown rollout,
         ConflictError once its attempt is over."""
-        await self._writer.submit_item(self._calls.add, calls.Addition(call=call, num_shared=None))
+        await self._add(Addition(call=call, num_shared=None))
 
     async def add_continued_call(self, call: Call, num_shared: int) -> None:
         """The same for a caller that knows the parent's tokens: `call.prompt_ids_P` holds only the ids after the first
         `num_shared`, which are the parent's prompt + response."""
-        await self._writer.submit_item(self._calls.add, calls.Addition(call=call, num_shared=num_shared))
+        await self._add(Addition(call=call, num_shared=num_shared))
 
     async def set_delivered(self, call_id: CallId, delivered: Delivered) -> None:
-        """Note whether the agent got the answer. It waits a moment for a commit that it can share. Raises
-        NotFoundError."""
-        await self._writer.submit_item(calls.set_delivered, (call_id, delivered), wait_s=DELIVERY_WAIT_S)
+        """Note whether the agent got the answer. It waits a moment for others. Raises NotFoundError."""
+        noted = self._loop.create_future()
+        self._notes.append(((call_id, delivered), noted))
+        self._index_soon()
+        await noted
 
     async def add_event(self, event: Event) -> None:
         """Append to a rollout's log. Raises NotFoundError."""
@@ -177,39 +231,110 @@ class SqlStore(StoreReader):
 
     async def publish_version(self) -> PolicyVersion:
         """Count one up, durably, and return it."""
-        return PolicyVersion(await self._write(lambda connection: rollouts.count_up(connection, "policy_version")))
+        return PolicyVersion(await self._write(lambda connection: count_up(connection, "policy_version")))
 
     async def set_value(self, key: str, value: Any) -> None:
         """Durable, as every write."""
+        await self.update_value(key, lambda _: value)
+
+    async def update_value(self, key: str, change: Callable[[Any], Any]) -> Any:
+        """Set a value to what `change` makes of it (None: unset so far); returns that. What `change` raises is raised,
+        and nothing is changed."""
+
+        def write(connection: Connection) -> Any:
+            table = tables.settings
+            text = connection.execute(select(table.c.value).where(table.c.key == key)).scalar()
+            value = change(None if text is None else orjson.loads(text))
+            if text is None:
+                connection.execute(insert(table).values(key=key, value=dumps(value)))
+            else:
+                connection.execute(update(table).where(table.c.key == key).values(value=dumps(value)))
+            note_key(connection, key)
+            return value
+
+        return await self._write(write)
+
+    async def beat(self, gateway_id: str, state: JsonObject) -> None:
+        """A gateway's sign of life."""
+        seen = {"seen_s": self._clock(), "state": dumps(state)}
 
         def write(connection: Connection) -> None:
-            table, text = tables.settings, dumps(value)
-            changed = connection.execute(update(table).where(table.c.key == key).values(value=text))
-            if changed.rowcount == 0:
-                connection.execute(insert(table).values(key=key, value=text))
+            table = tables.gateways
+            if connection.execute(update(table).where(table.c.id == gateway_id).values(**seen)).rowcount == 0:
+                connection.execute(insert(table).values(id=gateway_id, **seen))
 
         await self._write(write)
 
-    def _changed(self, changed: frozenset[RolloutId]) -> None:
-        self._num_changes += bool(changed)
-        for rollout_id in changed:
+    async def leave(self, gateway_id: str) -> None:
+        """A gateway has ended."""
+        table = tables.gateways
+        await self._write(lambda connection: connection.execute(delete(table).where(table.c.id == gateway_id)))
+
+    async def _add(self, addition: Addition) -> None:
+        await self._writer.submit_item(self._raw_calls.add, addition)
+        self._index_soon()
+
+    def _index_soon(self) -> None:
+        if not self._closed and (self._indexing is None or self._indexing.done()):
+            self._indexing = asyncio.create_task(self._index_later(), name="index-calls")
+
+    async def _index_later(self) -> None:
+        await asyncio.sleep(INDEX_WAIT_S)
+        while not await self._index():
+            await asyncio.sleep(1.0)
+        if self._notes:
+            self._indexing = None
+            self._index_soon()
+
+    async def _index(self) -> bool:
+        """Whether all that had come is indexed; what is not stays, and is read, as it came."""
+        notes, self._notes = self._notes, []
+        try:
+            results = await self._write(lambda connection: self._indexer.index(connection, [note for note, _ in notes]))
+        except StoreError as error:
+            _log.warning(kv("calls are not indexed yet", error=error))
+            results = [error] * len(notes)
+        for (_, noted), result in zip(notes, results, strict=True):
+            if not noted.done():
+                noted.set_exception(result) if result else noted.set_result(None)
+        return not any(isinstance(result, StoreError) for result in results)
+
+    def _forget(self, changes: Changes) -> None:
+        """In the writer's thread."""
+        self._raw_calls.forget(changes)
+        self._indexer.forget(changes)
+
+    def _heard(self, changes: Changes) -> None:
+        """In the listener's thread."""
+        self._loop.call_soon_threadsafe(self._changed, changes)
+
+    def _changed(self, changes: Changes) -> None:
+        self._num_changes += 1
+        for rollout_id in list(self._running) if changes.everything else changes.rollouts:
             self._running.pop(rollout_id, None)
+        for subscriber in self._subscribers:
+            subscriber(changes)
 
     async def _write(self, operation: Callable[[Connection], T]) -> T:
         return await self._writer.submit(operation)
 
 
-def _prepare(engine: Engine, url: str | Path) -> None:
-    """Make the tables, or check that they are of this code's schema."""
+def _prepare(database: Database, engine: Engine) -> None:
+    """Make the tables, or those of an older schema anew, or check that they are of this code's."""
     try:
         with engine.begin() as connection:
-            if not inspect(connection).has_table(tables.schema_version.name):
+            database.lock(connection)
+            found = schema_of(connection)
+            if found is None:
                 tables.metadata.create_all(connection)
-                connection.execute(insert(tables.schema_version).values(version=tables.SCHEMA_VERSION))
-                connection.execute(
-                    insert(tables.counters),
-                    [{"name": "completion", "value": 0}, {"name": "policy_version", "value": 0}],
-                )
-            check_schema(connection, url)
-    except (DBAPIError, sqlite3.Error) as error:
-        raise explain(error, url) from error
+                connection.execute(insert(tables.version).values(version_num=tables.SCHEMA_VERSION))
+                connection.execute(insert(tables.counters), [{"name": name, "value": 0} for name in COUNTERS])
+            elif found < tables.SCHEMA_VERSION:
+                # Alembic takes longer to import than all else here.
+                from manege.store.migrations.migrate import migrate
+
+                _log.info(kv("migrating the database", name=database.name, schema=found, to=tables.SCHEMA_VERSION))
+                migrate(connection)
+            check_schema(connection, database.name)
+    except DBAPIError as error:
+        raise database.explain(error) from error

@@ -1,10 +1,11 @@
 """The one writer: a thread that puts many pending writes into one commit.
 
 An operation is a function of a connection inside a transaction. Each runs in a savepoint, so that one that raises (a
-conflict, an unknown rollout, a duplicate) is undone alone. Neighbours that are submitted for the same `many` function
-run as one operation, and one by one only if that fails. Futures are resolved only after the commit, so a caller that
-goes on has a durable write. When the database itself fails (disk full, locked) the whole group is rolled back and every
-caller gets StoreError; the next group tries anew, so the store recovers when the cause goes.
+conflict, an unknown rollout) is undone alone; neighbours that are submitted for the same `many` function run as one.
+Futures are resolved only after the commit, so a caller that goes on has a durable write. When the database itself fails
+(disk full, locked) the whole group is rolled back and every caller gets StoreError; the next group tries anew, so the
+store recovers when the cause goes. A group that finds the database away is held for HOLD_S, and written when it is
+back: if its commit was not answered, only after it is known that it did not take place.
 
 Few statements matter more than few rows: around each one the thread gives up the interpreter, and a busy event loop
 hands it back late.
@@ -15,10 +16,10 @@ Operations run in the order of submission, and their commits become visible in t
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -26,20 +27,23 @@ from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DBAPIError, IntegrityError
 
 from manege.errors import StoreError
+from manege.store.base import EVERYTHING, Changes
 from manege.store.changes import take_changes
-from manege.store.dialect import explain
-from manege.types import RolloutId
+from manege.store.dialect import Database
 
 __all__ = ["Many", "Writer"]
 
 MAX_GROUP = 256
 """Operations in one commit: bounds how long the first of them waits for the last."""
+HOLD_S = 45.0
+"""How long writes wait for a database that is away: agents wait longer than this for an answer."""
+_RETRY_S = 0.2
 
 T = TypeVar("T")
 
 Operation = Callable[[Connection], Any]
 Many = Callable[[Connection, Sequence[Any]], Sequence[Any]]
-"""One result, or exception, per item. It writes with one statement, which is undone alone if it breaks a constraint."""
+"""One result, or exception, per item. No item makes a statement fail."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,22 +55,32 @@ class _Pending:
     item: Any = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """What a transaction did, if it is committed."""
+
+    transaction: str | None
+    results: Sequence[tuple[_Pending, Any]]
+    """Each operation with its result, or the exception for its caller."""
+    changes: Changes
+
+
 class Writer:
     """Belongs to the event loop that made it."""
 
     def __init__(
         self,
+        database: Database,
         engine: Engine,
-        url: str | Path,
         *,
-        written: Callable[[frozenset[RolloutId] | None], None],
-        committed: Callable[[frozenset[RolloutId]], None],
+        forget: Callable[[Changes], None],
+        committed: Callable[[Changes], None],
     ) -> None:
-        """Both get the rollouts that a group of writes changed: `written` in the writer's thread at the end of the
-        group, None if it was undone; `committed` in the event loop after the commit, before anyone learns of it."""
-        self._engine = engine
-        self._url = url
-        self._written, self._committed = written, committed
+        """`forget` is called in the writer's thread: what is remembered of these may be wrong, since they were changed,
+        here or elsewhere, or a change was undone. `committed` is called in the event loop after each commit, before
+        anyone learns of it."""
+        self._database, self._engine = database, engine
+        self._forget, self._committed = forget, committed
         self._loop = asyncio.get_running_loop()
         self._pending: list[_Pending] = []
         self._is_busy = False
@@ -118,37 +132,55 @@ class Writer:
 
     def _run(self) -> None:
         while (group := self._groups.get()) is not None:
-            results, changed = self._commit(group)
-            self._loop.call_soon_threadsafe(self._resolve, results, changed)
+            self._loop.call_soon_threadsafe(self._resolve, self._commit(group))
         self._disconnect()
 
-    def _commit(self, group: list[_Pending]) -> tuple[list[tuple[_Pending, Any]], frozenset[RolloutId]]:
-        """Each operation with its result, or the exception for its caller; and the rollouts that were changed."""
+    def _commit(self, group: list[_Pending]) -> _Done:
+        """Written, or failed for every caller."""
+        give_up_s = time.monotonic() + HOLD_S
+        doubtful: _Done | None = None
+        while True:
+            try:
+                connection = self._connection = self._connection or self._engine.connect()
+                if doubtful and self._database.is_committed(connection, doubtful.transaction or ""):
+                    return doubtful
+                doubtful = None
+                with connection.begin():
+                    done = doubtful = self._transact(connection, group)
+                return done
+            except Exception as error:
+                # The thread must outlive whatever the database does; every caller learns of it.
+                self._forget(EVERYTHING)
+                self._disconnect()
+                doubtful = doubtful if doubtful and doubtful.transaction else None
+                if self._closed or time.monotonic() > give_up_s or not self._database.may_pass(error):
+                    failure = self._database.explain(error)
+                    return _Done(None, [(pending, failure) for pending in group], Changes())
+            time.sleep(_RETRY_S)
+
+    def _transact(self, connection: Connection, group: list[_Pending]) -> _Done:
+        transaction = self._database.lock(connection)
+        if self._database.is_changed(connection):
+            self._forget(EVERYTHING)
         results: list[tuple[_Pending, Any]] = []
-        try:
-            connection = self._connection = self._connection or self._engine.connect()
-            with connection.begin():
-                for is_single, neighbours in groupby(group, key=lambda pending: pending.operation is not None):
-                    run = list(neighbours)
-                    results += _single(connection, run) if is_single else _many(connection, run)
-                changed = take_changes(connection)
-                self._written(changed)
-        except Exception as error:
-            # The thread must outlive whatever the database does; every caller learns of it.
-            self._written(None)
-            self._disconnect()
-            failure = explain(error, self._url)
-            return [(pending, failure) for pending in group], frozenset()
-        return results, changed
+        for is_single, neighbours in groupby(group, key=lambda pending: pending.operation is not None):
+            run = list(neighbours)
+            results += _single(connection, run) if is_single else _many(connection, run)
+        changes = take_changes(connection)
+        self._forget(changes)
+        if changes != Changes():
+            self._database.announce(connection, changes)
+        return _Done(transaction, results, changes)
 
     def _disconnect(self) -> None:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
 
-    def _resolve(self, results: list[tuple[_Pending, Any]], changed: frozenset[RolloutId]) -> None:
-        self._committed(changed)
-        for pending, result in results:
+    def _resolve(self, done: _Done) -> None:
+        if done.changes != Changes():
+            self._committed(done.changes)
+        for pending, result in done.results:
             if pending.future.done():
                 continue  # The caller gave up waiting; the write stands.
             if isinstance(result, Exception):
@@ -167,17 +199,8 @@ def _many(connection: Connection, run: list[_Pending]) -> list[tuple[_Pending, A
     results: list[tuple[_Pending, Any]] = []
     for many in dict.fromkeys(pending.many for pending in run if pending.many is not None):
         same = [pending for pending in run if pending.many == many]
-        try:
-            done = many(connection, [pending.item for pending in same])
-        except IntegrityError:
-            done = [_alone(connection, many, pending.item) for pending in same]
-        results += zip(same, done, strict=True)
+        results += zip(same, many(connection, [pending.item for pending in same]), strict=True)
     return results
-
-
-def _alone(connection: Connection, many: Many, item: Any) -> Any:
-    result = _attempt(connection, lambda connection: many(connection, [item]))
-    return result if isinstance(result, Exception) else result[0]
 
 
 def _attempt(connection: Connection, operation: Operation) -> Any:

@@ -1,0 +1,79 @@
+"""Calls out of the database, as they are kept: indexed ones first, then those that have just come."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+import zstandard
+from sqlalchemy import ColumnElement, Connection, Row, Table, and_, select
+
+from manege.store.base import StoredCall
+from manege.store.codec import floats, ids, make_call
+from manege.store.contents import join_parts, read_contents
+from manege.store.tables import calls, raw_calls, rollouts
+from manege.types import CallId, JsonObject, RolloutId
+
+__all__ = ["attempt_ids", "of_attempt", "of_rollouts"]
+
+_PER_QUERY = 500
+
+
+def of_rollouts(connection: Connection, rollout_ids: Sequence[RolloutId]) -> Mapping[RolloutId, Sequence[StoredCall]]:
+    """The calls of the last attempt of each rollout, in the order in which they were stored."""
+    indexed: list[Row[Any]] = []
+    raw: list[Row[Any]] = []
+    for first in range(0, len(rollout_ids), _PER_QUERY):
+        some = rollout_ids[first : first + _PER_QUERY]
+        for table, rows in ((calls, indexed), (raw_calls, raw)):
+            last = and_(table.c.rollout_id == rollouts.c.id, table.c.attempt == rollouts.c.attempt)
+            statement = select(table).join(rollouts, last).where(rollouts.c.id.in_(some)).order_by(table.c.seq)
+            rows += connection.execute(statement)
+    return _build(connection, indexed, raw, rollout_ids)
+
+
+def of_attempt(connection: Connection, rollout_id: RolloutId, attempt: int) -> Sequence[StoredCall]:
+    """Those of one attempt that are indexed."""
+    rows = connection.execute(select(calls).where(*_of(calls, rollout_id, attempt)).order_by(calls.c.seq)).all()
+    return _build(connection, rows, [], [rollout_id])[rollout_id]
+
+
+def attempt_ids(connection: Connection, rollout_id: RolloutId, attempt: int) -> Sequence[CallId]:
+    """The ids of the calls of one attempt, in the order in which they were stored."""
+    return [
+        CallId(call_id)
+        for table in (calls, raw_calls)
+        for call_id in connection.execute(
+            select(table.c.id).where(*_of(table, rollout_id, attempt)).order_by(table.c.seq)
+        ).scalars()
+    ]
+
+
+def _of(table: Table, rollout_id: RolloutId, attempt: int) -> Sequence[ColumnElement[bool]]:
+    return table.c.rollout_id == rollout_id, table.c.attempt == attempt
+
+
+def _build(
+    connection: Connection, indexed: Sequence[Row[Any]], raw: Sequence[Row[Any]], rollout_ids: Sequence[RolloutId]
+) -> Mapping[RolloutId, Sequence[StoredCall]]:
+    found: dict[RolloutId, list[StoredCall]] = {rollout_id: [] for rollout_id in rollout_ids}
+    position: dict[str, int] = {}
+    parts, unpack = read_contents(connection, (row.parts for row in indexed)), zstandard.ZstdDecompressor().decompress
+
+    def add(
+        row: Row[Any], record: JsonObject, base: CallId | None, prompt: bytes, response: bytes, logprobs: bytes
+    ) -> None:
+        call = make_call(record, prompt_ids_P=ids(prompt), response_ids_R=ids(response), logprobs_R=floats(logprobs))
+        position[row.id] = len(found[row.rollout_id])
+        found[row.rollout_id].append(
+            StoredCall(call=call, base=None if base is None else position[base], num_shared=row.num_shared or 0)
+        )
+
+    for row in indexed:
+        request, headers = join_parts(row.parts, parts)
+        record = orjson.loads(unpack(row.record)) | {"request": request, "headers": headers, "delivered": row.delivered}
+        add(row, record, row.base, *(unpack(blob) for blob in (row.prompt, row.response, row.logprobs)))
+    for row in raw:
+        record = orjson.loads(row.record)
+        base = record["parent"] if row.num_shared else None
+        add(row, record, base, row.prompt, row.response, row.logprobs)
+    return found
