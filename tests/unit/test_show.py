@@ -7,8 +7,8 @@ import pytest
 from rich.console import Console
 
 from manege.cli.diff_view import diff_view, parting
+from manege.cli.places import pick
 from manege.cli.rebuild import complete_groups
-from manege.cli.stored import pick
 from manege.cli.token_view import call_tokens, pieces, visible
 from manege.cli.tree_view import call_rows, tree_table
 from manege.errors import ConfigError

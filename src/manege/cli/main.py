@@ -26,6 +26,7 @@ _VERBS = {
     "harness": "list and install known agent harnesses",
     "engine": "serve a model folder on vLLM's token wire",
     "show": "a run's rollouts: their calls as a tree, their tokens",
+    "export": "a run as a file: JSON lines, Parquet, or chat messages",
     "replay": "stored rollouts under other credit settings",
     "doctor": "what this machine can do, and what is missing",
 }

@@ -14,8 +14,9 @@ from tokenizers import Tokenizer
 
 from manege.cli.console import narrow_console
 from manege.cli.diff_view import diff_view, parting
+from manege.cli.places import pick
 from manege.cli.rollout_view import SeenRollout, ending, header, look_at, reward_text, to_json
-from manege.cli.stored import StoredRun, add_stored_arguments, pick, stored_run
+from manege.cli.stored import StoredRun, add_stored_arguments, stored_run
 from manege.cli.token_view import call_tokens, token_lists
 from manege.cli.tree_view import tree_table
 from manege.errors import ConfigError, ModelError

@@ -1,37 +1,42 @@
-"""What a run left behind, to look at: the store of its folder, also while its training goes on, or a gateway.
+"""What a run left behind, to look at: its store, also while its training goes on, an export of it, or a gateway.
 
-Only reads. RUN is a folder (`runs/NAME`), or `FOLDER/NAME` where one folder holds several runs, as a gateway's does;
-with --gateway it is the run's name there.
+Only reads. RUN is a place (`places.py`) or the file of an export; with --gateway it is the run's name there.
 """
 
 import argparse
-import difflib
+import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from manege.cli.arguments import add_gateway_arguments, connect
+from manege.cli.places import STORE, Place, choose, find_place, opened
 from manege.client import Client
 from manege.config import RunConfig, override, parse_config
 from manege.errors import ConfigError, NotFoundError
 from manege.store.base import Run
+from manege.store.exports.jsonl import read_jsonl
+from manege.store.exports.parquet import read_parquet
 from manege.store.reading import StoreReader
+from manege.store.sql import SqlStore
 from manege.trainer.collect import Group
 from manege.types import Call, CallId, Event, Rollout, RolloutId, RunId
 
-__all__ = ["StoredRun", "add_stored_arguments", "pick", "stored_run"]
+__all__ = ["RUN_HELP", "StoredRun", "add_stored_arguments", "config_of", "find_run", "reading", "stored_run"]
 
-STORE = "manege.db"
-"""As `parts.py` names it in a run folder."""
+RUN_HELP = "its folder (runs/NAME), its database, FOLDER_OR_DATABASE/NAME where there are several, or an export of it"
 _NEEDED: Mapping[str, Any] = {"tasks": {"train": "-"}, "agent": {"run": "-"}, "scorer": {"run": "-"}}
 """Runs of Agent Lightning's clients have no config; nothing that is read here depends on these keys."""
-_Name = TypeVar("_Name", bound=str)
+_EXPORTS = {".jsonl": read_jsonl, ".parquet": read_parquet}
+_PAGE = 64
+"""Rollouts of an export in one transaction."""
 
 
 class _Source(Protocol):
-    """What a folder's store and a gateway's client both answer."""
+    """What a store and a gateway's client both answer."""
 
     async def get_run(self, run_id: RunId) -> Run: ...
 
@@ -46,16 +51,14 @@ class StoredRun:
 
     id: RunId
     source: _Source
-    tree: Mapping[str, Any]
-    """The run's config as JSON."""
+    run: Run | None
+    """None: it has no config."""
     rollouts: Sequence[Rollout]
     """Those that ended in the order of completion, then the others."""
 
     def config(self, overrides: Sequence[str] = ()) -> RunConfig:
         """Raises ConfigError."""
-        tree = {name: dict(value) if isinstance(value, dict) else value for name, value in self.tree.items()}
-        override(tree, overrides)
-        return parse_config(tree, source=f"run {self.id}")
+        return config_of(self.id, self.run, overrides)
 
     async def group(self, rollouts: Sequence[Rollout], *, call_rewards: bool) -> Group:
         """Rollouts of one task with their calls, as the trainer gets them."""
@@ -75,7 +78,7 @@ class StoredRun:
 
 def add_stored_arguments(parser: argparse.ArgumentParser) -> None:
     """Where the run is."""
-    parser.add_argument("run", metavar="RUN", help="its folder (runs/NAME); with --gateway its name there")
+    parser.add_argument("run", metavar="RUN", help=f"{RUN_HELP}; with --gateway its name there")
     add_gateway_arguments(parser)
 
 
@@ -87,24 +90,58 @@ async def stored_run(arguments: argparse.Namespace) -> AsyncIterator[StoredRun]:
             run_id = RunId(arguments.run)
             yield await _read(client, run_id, await _of_gateway(client, run_id))
         return
-    folder, name = _locate(Path(arguments.run))
-    reader = await StoreReader.open(folder / STORE)
-    try:
-        run_id = _choose(folder, name, await reader.run_ids())
+    async with reading(arguments.run) as (reader, run_id):
         yield await _read(reader, run_id, (await reader.list_rollouts(run=run_id, limit=None)).rollouts)
+
+
+@asynccontextmanager
+async def reading(run: str) -> AsyncIterator[tuple[StoreReader, RunId]]:
+    """The store that a run is in, and its name there; an export is read into a temporary one. Raises ConfigError."""
+    async with AsyncExitStack() as stack:
+        path = Path(run)
+        if path.suffix in _EXPORTS and path.is_file():
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="manege-"))
+            place = await _imported(path, Path(folder, STORE))
+        else:
+            place = find_place(run)
+        reader = await stack.enter_async_context(opened(place))
+        yield reader, choose(place, await reader.run_ids())
+
+
+async def find_run(source: _Source, run_id: RunId) -> Run | None:
+    """None: it has no config."""
+    try:
+        return await source.get_run(run_id)
+    except NotFoundError:
+        return None
+
+
+def config_of(run_id: RunId, run: Run | None, overrides: Sequence[str] = ()) -> RunConfig:
+    """Raises ConfigError."""
+    known = {} if run is None else run.config
+    tree = {name: dict(value) if isinstance(value, dict) else value for name, value in known.items()}
+    tree = {"name": run_id, **_NEEDED, **tree}
+    override(tree, overrides)
+    return parse_config(tree, source=f"run {run_id}")
+
+
+async def _imported(path: Path, store_path: Path) -> Place:
+    export = _EXPORTS[path.suffix](path)
+    store = await SqlStore.open(store_path)
+    try:
+        while page := list(islice(export.rollouts, _PAGE)):
+            await store.import_rollouts(export.run, page)
     finally:
-        await reader.close()
+        await store.close()
+    return Place(shown=str(path), store=store_path, folder=None, run=None)
 
 
 async def _read(source: _Source, run_id: RunId, rollouts: Sequence[Rollout]) -> StoredRun:
-    try:
-        tree = (await source.get_run(run_id)).config
-    except NotFoundError as error:
-        if not rollouts:
-            raise ConfigError(f"run {run_id!r} does not exist, or has no rollouts yet") from error
-        tree = {}
+    run = await find_run(source, run_id)
+    if run is None and not rollouts:
+        raise ConfigError(f"run {run_id!r} does not exist, or has no rollouts yet")
     ordered = sorted(rollouts, key=lambda rollout: (rollout.completion is None, rollout.completion or 0))
-    return StoredRun(id=run_id, source=source, tree={"name": run_id, **_NEEDED, **tree}, rollouts=ordered)
+    return StoredRun(id=run_id, source=source, run=run, rollouts=ordered)
 
 
 async def _of_gateway(client: Client, run_id: RunId) -> Sequence[Rollout]:
@@ -115,40 +152,3 @@ async def _of_gateway(client: Client, run_id: RunId) -> Sequence[Rollout]:
         found |= {rollout.spec.id: rollout for rollout in page.rollouts}
         cursor = page.cursor
     return list(found.values())
-
-
-def _locate(path: Path) -> tuple[Path, str | None]:
-    """The folder with the store, and the name of the run in it where one was given."""
-    if (path / STORE).is_file():
-        return path, None
-    if (path.parent / STORE).is_file():
-        return path.parent, path.name
-    known = sorted(str(store.parent) for root in {path, path.parent, Path("runs")} for store in root.glob(f"*/{STORE}"))
-    raise ConfigError(f"{path} holds no run (no file {STORE})" + _near(str(path), known))
-
-
-def _choose(folder: Path, name: str | None, known: Sequence[RunId]) -> RunId:
-    if name is not None:
-        return pick(name, known, f"run in {folder}")
-    if not known:
-        raise ConfigError(f"{folder} holds no rollouts yet")
-    if len(known) > 1:
-        shown = ", ".join(str(folder / run_id) for run_id in known[:8])
-        raise ConfigError(f"{folder} holds {len(known)} runs; name one of them: {shown}")
-    return known[0]
-
-
-def pick(wanted: str, known: Sequence[_Name], what: str) -> _Name:
-    """The one that is `wanted`, or the only one that begins so. Raises ConfigError that names near ones."""
-    found = [each for each in known if each == wanted] or [each for each in known if each.startswith(wanted)]
-    if len(found) == 1:
-        return found[0]
-    if not found:
-        raise ConfigError(f"there is no {what} that is or begins with {wanted!r}" + _near(wanted, known))
-    shown = ", ".join(found[:4]) + (", ..." if len(found) > 4 else "")
-    raise ConfigError(f"{wanted!r} is the beginning of more than one {what}: {shown}")
-
-
-def _near(wanted: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(wanted, known, n=3, cutoff=0)
-    return f"; did you mean {' or '.join(near)}?" if near else ""

@@ -3,15 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import fields
 
-from sqlalchemy import Connection, insert, update
+from sqlalchemy import Connection, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from manege.errors import ConflictError
-from manege.store.changes import note_rollout
+from manege.store.base import Run
+from manege.store.changes import note_rollout, note_run
 from manege.store.codec import dumps
 from manege.store.exports.base import ExportedRollout
 from manege.store.raw_calls import Addition, RawCallWriter
-from manege.store.tables import counters, events, rollouts
+from manege.store.tables import counters, events, rollouts, runs
 from manege.types import Event, Rollout, RolloutState
 
 __all__ = ["import_rollouts"]
@@ -22,9 +23,12 @@ _JSON = ("spec", "evidence")
 _ROLLOUT = [each.name for each in fields(Rollout) if each.name not in _JSON]
 
 
-def import_rollouts(connection: Connection, imported: Sequence[ExportedRollout]) -> None:
-    """Keeps states, times, rewards and the order of completion. Raises ConflictError for a rollout, or a place in that
-    order, that the store has already."""
+def import_rollouts(connection: Connection, run: Run | None, imported: Sequence[ExportedRollout]) -> None:
+    """Keeps states, times, rewards and the order of completion; the config of a run that is known stays. Raises
+    ConflictError for a rollout, or a place in that order, that the store has already."""
+    if run is not None and connection.execute(select(runs.c.id).where(runs.c.id == run.id)).first() is None:
+        connection.execute(insert(runs).values(id=run.id, config=dumps(run.config), created_s=run.created_s))
+        note_run(connection, run.id)
     for each in imported:
         rollout = each.rollout
         values = {name: getattr(rollout, name) for name in _ROLLOUT} | {n: dumps(getattr(rollout, n)) for n in _JSON}

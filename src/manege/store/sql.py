@@ -28,6 +28,8 @@ from manege.store.changes import note_key, note_run
 from manege.store.codec import dumps
 from manege.store.counters import COUNTERS, count_up
 from manege.store.dialect import Database, database_of
+from manege.store.exports.base import ExportedRollout
+from manege.store.imports import import_rollouts
 from manege.store.indexing import Indexer, Note
 from manege.store.pruning import prune_run
 from manege.store.raw_calls import Addition, RawCallWriter
@@ -202,6 +204,12 @@ class SqlStore(StoreReader):
         number = await self._write(write)
         await asyncio.to_thread(self._database.compact)
         return number
+
+    async def import_rollouts(self, run: Run | None, imported: Sequence[ExportedRollout]) -> None:
+        """Put in rollouts of an export as they were; the config of a run that is known stays. All or nothing. Raises
+        ConflictError for a rollout, or a place in the order of completion, that is there already."""
+        await self._write(lambda connection: import_rollouts(connection, run, imported))
+        self._index_soon()
 
     async def add_call(self, call: Call) -> None:
         """Keep a call; one that is kept already is left as it is. Raises NotFoundError for an unknown rollout,
