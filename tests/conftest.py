@@ -1,5 +1,6 @@
 """Fixtures shared by tests: a store in a file, and a real gateway on a real socket with the scripted engine."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from manege.gateway.server import GatewayServer
 from manege.model.folder import open_folder
 from manege.rendering.select import renderer_for
 from manege.store.sql import SqlStore
+from tests import postgres
 
 # Before any test imports torch: threads that spin make a shared machine ten times slower.
 calm_threads()
@@ -23,6 +25,25 @@ OPERATOR_KEY = "mo-test-operator"
 @pytest.fixture
 def anyio_backend():
     return "asyncio"
+
+
+@pytest.fixture(scope="session")
+def postgres_server():
+    """The URL of a PostgreSQL server."""
+    if given := os.environ.get("MANEGE_TEST_POSTGRES"):
+        yield given
+    elif postgres.program("initdb") is None:
+        pytest.skip("PostgreSQL is not installed here (Debian: apt-get install postgresql)")
+    else:
+        with postgres.server() as server:
+            yield server.url
+
+
+@pytest.fixture
+def postgres_url(postgres_server):
+    """Of an empty database."""
+    with postgres.schema(postgres_server) as url:
+        yield url
 
 
 @pytest.fixture

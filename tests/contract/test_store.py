@@ -30,9 +30,14 @@ def clock():
     return Clock()
 
 
-@pytest.fixture(params=[SqlStore.open], ids=["sqlite"])
-async def store(request, tmp_path, clock):
-    opened = await request.param(tmp_path / "store.db", clock=clock)
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request, tmp_path):
+    return tmp_path / "store.db" if request.param == "sqlite" else request.getfixturevalue("postgres_url")
+
+
+@pytest.fixture
+async def store(url, clock):
+    opened = await SqlStore.open(url, clock=clock)
     yield opened
     await opened.close()
 
@@ -298,7 +303,7 @@ async def test_rollouts_are_listed_by_run_and_state(store):
     }
 
 
-async def test_versions_only_grow_and_runs_and_values_are_kept(store, tmp_path):
+async def test_versions_only_grow_and_runs_and_values_are_kept(store, url):
     assert await store.policy_version() == 0
     assert await asyncio.gather(*[store.publish_version() for _ in range(5)]) == [1, 2, 3, 4, 5]
     await store.put_run("r", {"a": 1})
@@ -311,7 +316,7 @@ async def test_versions_only_grow_and_runs_and_values_are_kept(store, tmp_path):
         await store.get_run("none")
     await store.close()
     await store.close()
-    again = await SqlStore.open(tmp_path / "store.db")
+    again = await SqlStore.open(url)
     assert (await again.policy_version(), await again.get_value("k")) == (5, {"x": None})
     await again.close()
 

@@ -41,6 +41,9 @@ IDLE_TIMEOUT_MS = 20_000
 MAX_NOTICE_BYTES = 7900
 """Of one NOTIFY: https://www.postgresql.org/docs/current/sql-notify.html"""
 RELISTEN_S = 0.5
+"""After a lost connection."""
+CLOSED_POLL_S = 0.1
+"""How long `close` waits for the listener at most."""
 
 _CHANNEL = "manege"
 _LOCK_KEY = 0x6D616E6567  # "maneg": any number that is always the same
@@ -178,7 +181,7 @@ class _PostgresListener:
                     # What was said before is lost.
                     self._heard(EVERYTHING)
                     while not self._closed.is_set():
-                        for notice in connection.notifies(timeout=RELISTEN_S):
+                        for notice in connection.notifies(timeout=CLOSED_POLL_S):
                             self._hear(notice.payload)
             except psycopg.Error:
                 self._closed.wait(RELISTEN_S)

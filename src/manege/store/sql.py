@@ -342,7 +342,13 @@ def _prepare(database: Database, engine: Engine) -> None:
                 from manege.store.migrations.migrate import migrate
 
                 _log.info(kv("migrating the database", name=database.name, schema=found, to=tables.SCHEMA_VERSION))
-                migrate(connection)
+                try:
+                    migrate(connection)
+                except Exception as error:
+                    raise StoreError(
+                        f"the database {database.name} could not be brought from schema {found} to "
+                        f"{tables.SCHEMA_VERSION} and is as it was: {error!r}"
+                    ) from error
             check_schema(connection, database.name)
     except DBAPIError as error:
         raise database.explain(error) from error

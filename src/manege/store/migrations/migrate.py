@@ -11,7 +11,7 @@ __all__ = ["migrate"]
 
 
 def migrate(connection: Connection, to: str = "head") -> None:
-    """From whatever schema is there, or none, to a later one."""
+    """From whatever schema is there, or none, to a later one. Whatever a migration stumbles on is raised."""
     config = Config()
     config.set_main_option("script_location", str(Path(__file__).parent))
     scripts = ScriptDirectory.from_config(config)
