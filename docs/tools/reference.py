@@ -95,7 +95,11 @@ def cli_page() -> str:
     parser = make_parser()
     verbs = next(a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
     parts = ["# Commands\n", f"```\n{parser.format_help()}```\n"]
-    parts += [f"## manege {name}\n\n```\n{verb.format_help()}```\n" for name, verb in verbs.choices.items()]
+    for name, verb in verbs.choices.items():
+        parts.append(f"## manege {name}\n\n```\n{verb.format_help()}```\n")
+        actions = next((a for a in verb._actions if isinstance(a, argparse._SubParsersAction)), None)
+        for each, action in actions.choices.items() if actions else ():
+            parts.append(f"### manege {name} {each}\n\n```\n{action.format_help()}```\n")
     return "\n".join(parts)
 
 

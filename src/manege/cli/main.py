@@ -27,6 +27,7 @@ _VERBS = {
     "engine": "serve a model folder on vLLM's token wire",
     "show": "a run's rollouts: their calls as a tree, their tokens",
     "export": "a run as a file: JSON lines, Parquet, or chat messages",
+    "runs": "list, compare, prune and back up runs",
     "replay": "stored rollouts under other credit settings",
     "doctor": "what this machine can do, and what is missing",
 }

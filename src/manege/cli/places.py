@@ -6,7 +6,7 @@ A run is named by its place, and `/NAME` after it where several runs are kept: `
 
 import difflib
 import json
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,9 +15,22 @@ from urllib.parse import urlsplit, urlunsplit
 
 from manege.errors import ConfigError
 from manege.store.reading import StoreReader
+from manege.trainer.metrics import read_metrics
 from manege.types import RunId
 
-__all__ = ["STORE", "Place", "choose", "find_place", "near", "opened", "pick", "places_in"]
+__all__ = [
+    "STORE",
+    "Place",
+    "choose",
+    "find_place",
+    "known_runs",
+    "metrics_of",
+    "near",
+    "opened",
+    "pick",
+    "places_in",
+    "read_config",
+]
 
 STORE = "manege.db"
 """As `parts.py` names it in a run folder."""
@@ -54,6 +67,20 @@ def places_in(root: Path) -> Iterator[Place]:
     for folder in sorted(root.glob("*/")):
         if place := _of_path(folder):
             yield place
+
+
+async def known_runs(place: Place, reader: StoreReader) -> Sequence[RunId]:
+    """Of its rollouts; and of the training whose folder it is, which may have none (any more)."""
+    known = list(await reader.run_ids())
+    name = read_config(place.folder).get("name") if place.folder else None
+    return known if name is None or name in known else [*known, RunId(name)]
+
+
+def metrics_of(place: Place, run_id: RunId) -> Sequence[Mapping[str, Any]]:
+    """Rows of the training whose folder this is; none where there is none."""
+    if place.folder is None or read_config(place.folder).get("name") != run_id:
+        return []
+    return read_metrics(place.folder / "metrics.jsonl")
 
 
 @asynccontextmanager

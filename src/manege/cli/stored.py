@@ -6,7 +6,7 @@ Only reads. RUN is a place (`places.py`) or the file of an export; with --gatewa
 import argparse
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -25,7 +25,7 @@ from manege.store.sql import SqlStore
 from manege.trainer.collect import Group
 from manege.types import Call, CallId, Event, Rollout, RolloutId, RunId
 
-__all__ = ["RUN_HELP", "StoredRun", "add_stored_arguments", "config_of", "find_run", "reading", "stored_run"]
+__all__ = ["RUN_HELP", "StoredRun", "add_stored_arguments", "config_of", "find_run", "located", "reading", "stored_run"]
 
 RUN_HELP = "its folder (runs/NAME), its database, FOLDER_OR_DATABASE/NAME where there are several, or an export of it"
 _NEEDED: Mapping[str, Any] = {"tasks": {"train": "-"}, "agent": {"run": "-"}, "scorer": {"run": "-"}}
@@ -96,16 +96,28 @@ async def stored_run(arguments: argparse.Namespace) -> AsyncIterator[StoredRun]:
 
 @asynccontextmanager
 async def reading(run: str) -> AsyncIterator[tuple[StoreReader, RunId]]:
-    """The store that a run is in, and its name there; an export is read into a temporary one. Raises ConfigError."""
-    async with AsyncExitStack() as stack:
-        path = Path(run)
-        if path.suffix in _EXPORTS and path.is_file():
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="manege-"))
-            place = await _imported(path, Path(folder, STORE))
-        else:
-            place = find_place(run)
-        reader = await stack.enter_async_context(opened(place))
+    """The store that a run is in, and its name there. Raises ConfigError."""
+    async with located(run) as place, opened(place) as reader:
         yield reader, choose(place, await reader.run_ids())
+
+
+@asynccontextmanager
+async def located(run: str) -> AsyncIterator[Place]:
+    """Where a run is; an export is read into a temporary store. Raises ConfigError, StoreError for a damaged export."""
+    path = Path(run)
+    if path.suffix not in _EXPORTS or not path.is_file():
+        yield find_place(run)
+        return
+    with tempfile.TemporaryDirectory(prefix="manege-") as folder:
+        place = Place(shown=run, store=Path(folder, STORE), folder=None, run=None)
+        store = await SqlStore.open(place.store)
+        try:
+            export = _EXPORTS[path.suffix](path)
+            while page := list(islice(export.rollouts, _PAGE)):
+                await store.import_rollouts(export.run, page)
+        finally:
+            await store.close()
+        yield place
 
 
 async def find_run(source: _Source, run_id: RunId) -> Run | None:
@@ -123,17 +135,6 @@ def config_of(run_id: RunId, run: Run | None, overrides: Sequence[str] = ()) -> 
     tree = {"name": run_id, **_NEEDED, **tree}
     override(tree, overrides)
     return parse_config(tree, source=f"run {run_id}")
-
-
-async def _imported(path: Path, store_path: Path) -> Place:
-    export = _EXPORTS[path.suffix](path)
-    store = await SqlStore.open(store_path)
-    try:
-        while page := list(islice(export.rollouts, _PAGE)):
-            await store.import_rollouts(export.run, page)
-    finally:
-        await store.close()
-    return Place(shown=str(path), store=store_path, folder=None, run=None)
 
 
 async def _read(source: _Source, run_id: RunId, rollouts: Sequence[Rollout]) -> StoredRun:
