@@ -3,8 +3,12 @@
 import asyncio
 import resource
 import shutil
+import signal
 import sqlite3
+import subprocess
+import sys
 from contextlib import closing
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,6 +21,8 @@ from manege.types import RolloutSpec, Task
 from tests.calls import make_call
 
 pytestmark = pytest.mark.anyio
+
+ROOT = Path(__file__).parent.parent.parent
 
 
 def spec(name, text=""):
@@ -213,3 +219,91 @@ async def test_log_probabilities_survive_bit_for_bit(tmp_path):
     found = (await store.calls(["r"]))["r"][0].logprobs_R
     await store.close()
     assert found.tobytes() == logprobs.tobytes()
+
+
+ADD_AND_DIE = """
+import asyncio, os, signal, sys
+from manege.store.sql import SqlStore
+from manege.types import RolloutSpec, Task
+from tests.calls import make_call
+
+async def main():
+    store = await SqlStore.open(sys.argv[1])
+    await store.create_rollouts([RolloutSpec(id="r", run="run", task=Task(id="t", input={}))])
+    await store.add_call(make_call("c0", [1, 2], [3]))
+    await store.set_delivered("c0", "yes")
+    await store.add_call(make_call("c1", [1, 2, 3, 4], [5], parent="c0"))
+    await store.add_continued_call(make_call("c2", [6], [7], parent="c1"), 5)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+asyncio.run(main())
+"""
+
+
+async def test_calls_that_a_killed_process_had_not_indexed_are_read_and_indexed_by_the_next(tmp_path):
+    path = tmp_path / "store.db"
+    dead = subprocess.run([sys.executable, "-c", ADD_AND_DIE, str(path)], cwd=ROOT)
+    assert dead.returncode == -signal.SIGKILL
+    expected = [("c0", [1, 2], [3]), ("c1", [1, 2, 3, 4], [5]), ("c2", [1, 2, 3, 4, 5, 6], [7])]
+
+    async def read(store):
+        calls = (await store.calls(["r"]))["r"]
+        return [(call.id, call.prompt_ids_P.tolist(), call.response_ids_R.tolist()) for call in calls]
+
+    def rows(table):
+        with closing(sqlite3.connect(path)) as connection:
+            return [row[0] for row in connection.execute(f"SELECT id FROM {table} ORDER BY seq")]
+
+    assert (rows("calls"), rows("raw_calls")) == (["c0"], ["c1", "c2"])
+    reader = await StoreReader.open(path)
+    assert await read(reader) == expected
+    await reader.close()
+    store = await SqlStore.open(path)
+    async with asyncio.timeout(10):
+        while rows("raw_calls"):
+            await asyncio.sleep(0.05)
+    assert (rows("calls"), await read(store)) == (["c0", "c1", "c2"], expected)
+    await store.close()
+
+
+async def test_a_file_that_another_process_writes_to_is_refused_and_may_be_read(tmp_path):
+    path = tmp_path / "store.db"
+    store = await SqlStore.open(path)
+    with pytest.raises(ConfigError, match="in use by another manege process"):
+        await SqlStore.open(path)
+    await (await StoreReader.open(path)).close()
+    await store.close()
+    await (await SqlStore.open(path)).close()
+
+
+async def test_a_conversation_that_is_rewritten_every_turn_costs_what_it_changes(tmp_path):
+    """An agent that drops its reasoning: every prompt begins as the one before, none goes on from its answer."""
+    store = await SqlStore.open(tmp_path / "store.db")
+    await store.create_rollouts([spec("r")])
+    prompt = list(range(2000))
+    for turn in range(100):
+        await store.add_call(make_call(f"c{turn}", prompt, [-1 - turn, *range(50)]))
+        prompt = [*prompt, turn, *range(20)]
+    await store.set_delivered("c99", "yes")  # Now all are indexed.
+    calls = (await store.calls(["r"]))["r"]
+    stored = (await store.stored_calls(["r"]))["r"]
+    await store.close()
+    assert calls[-1].prompt_ids_P.tolist() == prompt[:-21]
+    assert sum(len(each.call.prompt_ids_P) for each in stored) == len(prompt) - 21
+
+
+async def test_a_prompt_shares_with_the_conversation_that_it_belongs_to_also_after_a_restart(tmp_path):
+    path = tmp_path / "store.db"
+    store = await SqlStore.open(path)
+    await store.create_rollouts([spec("r")])
+    for turn in range(6):
+        for agent in range(3):
+            if turn == 3 and agent == 1:
+                await store.close()
+                store = await SqlStore.open(path)
+            prompt = [agent, *range(100), *([agent] * 10 * turn)]
+            await store.add_call(make_call(f"c{turn}-{agent}", prompt, [7]))
+    await store.set_delivered("c5-2", "yes")
+    stored = (await store.stored_calls(["r"]))["r"]
+    await store.close()
+    assert [len(each.call.prompt_ids_P) for each in stored] == [101] * 3 + [10] * 15
