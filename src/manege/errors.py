@@ -12,6 +12,7 @@ __all__ = [
     "ConfigError",
     "ConflictError",
     "ContextOverflowError",
+    "EngineAwayError",
     "EngineError",
     "ForbiddenError",
     "HarnessError",
@@ -112,6 +113,10 @@ class EngineError(ManegeError):
     """The inference engine failed or answered nonsense."""
 
     status, code = 502, "engine_error"
+
+
+class EngineAwayError(EngineError):
+    """The inference engine cannot be reached, hangs, or broke off: it may be restarting."""
 
 
 class StoreError(ManegeError):

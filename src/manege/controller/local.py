@@ -21,7 +21,7 @@ from manege.controller.launch import Launch, find_program, harness_launch, progr
 from manege.controller.outcome import judge_agent, judge_score
 from manege.controller.record import AttemptRecord
 from manege.controller.scoring import Verdict, score
-from manege.errors import EngineError, HarnessError, ManegeError
+from manege.errors import EngineError, HarnessError, ManegeError, UnavailableError
 from manege.logs import get_logger, kv
 from manege.sandbox.launcher import Launcher
 from manege.sandbox.layers import Layers
@@ -190,15 +190,19 @@ class LocalRunner:
         )
 
     async def _check_engine(self, rollout: Rollout, ended: Exit, record: AttemptRecord) -> None:
-        """Raises EngineError when the engine failed the last call of an agent that came to a bad end or to nothing:
-        such an attempt says nothing about the agent."""
+        """Raises EngineError or UnavailableError when the last call of an agent that came to a bad end or to nothing was
+        failed by the engine, the gateway or its store: such an attempt says nothing about the agent."""
         answered = [call for call in record.calls if call.delivered is not Delivered.NO]
         if ended.limit is not None or (ended.code == 0 and answered):
             return
         failures = await self.client.events(rollout.spec.id, "call.error")
-        answered_s = max((call.ended_s for call in answered), default=0.0)
+        answered_s = max((call.ended_s for call in answered), default=rollout.started_s or 0.0)
         if failures and failures[-1].timestamp_s > answered_s:
             raise EngineError(f"the engine failed the agent's last model call: {failures[-1].data.get('message')}")
+        if (await self.client.state())["recorded_since_s"] > answered_s:
+            raise UnavailableError(
+                "the gateway or its store was away after the agent's last answered call; its log has the reason"
+            )
 
     async def _score(
         self, rollout: Rollout, config: RunConfig, record: AttemptRecord, folders: AttemptFolders

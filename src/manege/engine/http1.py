@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from manege.errors import EngineError
+from manege.errors import EngineAwayError, EngineError
 
 __all__ = ["HttpClient"]
 
@@ -42,7 +42,7 @@ _LENGTHS = frozenset({b"content-length", b"transfer-encoding"})
 
 
 class HttpClient:
-    """Requests to one origin. Every method raises EngineError when it cannot be reached or breaks off."""
+    """Requests to one origin. Every method raises EngineAwayError when it cannot be reached, hangs or breaks off."""
 
     def __init__(self, url: str, *, lost: Callable[[], None] = lambda: None) -> None:
         """`url`: root of the server, without a path. `lost` is called when the server has closed a connection: it may
@@ -151,7 +151,7 @@ class HttpClient:
                     lambda: _Connection(self), parts.hostname, port, ssl=secure
                 )
         except (OSError, ValueError) as error:
-            raise EngineError(f"the engine at {self.url} cannot be reached: {error}; is it running?") from error
+            raise EngineAwayError(f"the engine at {self.url} cannot be reached: {error}; is it running?") from error
         self._open.add(connection)
         return connection
 
@@ -241,7 +241,7 @@ class _Connection(asyncio.Protocol):
 
     async def _more(self) -> None:
         if self._error is not None:
-            raise EngineError(f"the engine at {self._owner.url} {self._error}")
+            raise EngineAwayError(f"the engine at {self._owner.url} {self._error}")
         self._waiter = asyncio.get_running_loop().create_future()
         try:
             await self._waiter

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import orjson
 
-from manege.errors import ManegeError
+from manege.errors import ManegeError, StoreError
 from manege.gateway.admission import Admitted
 from manege.gateway.auth import AgentIdentity
 from manege.gateway.capture import choice_of, new_call, new_call_id
@@ -62,7 +62,7 @@ class Answering:
         except ManegeError as error:
             if error.status >= 500:
                 _log.warning(kv("a model call failed", rollout=self.identity.rollout_id, reason=error))
-                await self._note("call.error", status=error.status, message=str(error))
+                await self._note_error(error)
             raise
 
     async def note_lost(self) -> None:
@@ -71,6 +71,12 @@ class Answering:
             await self._note("call.lost")
         except ManegeError as error:
             _log.info(kv("a lost call was not noted", rollout=self.identity.rollout_id, reason=error))
+
+    async def _note_error(self, error: ManegeError) -> None:
+        try:
+            await self._note("call.error", status=error.status, message=str(error))
+        except StoreError:
+            self.services.flights.recorded_since_s = self.services.clock()
 
     async def _answer(self, flight: Flight) -> ModelReply | bytes:
         services, request = self.services, self.request

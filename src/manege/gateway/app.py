@@ -59,7 +59,7 @@ def create_app(
         counters=Counters(),
         conversations=AttemptMemory(store, Conversation),
         prefixes=AttemptMemory(store, PrefixIndex),
-        flights=Flights(),
+        flights=Flights(clock()),
         settings=RunSettings(store, load_harness),
         model_name=model_name,
         context_limit=context_limit,

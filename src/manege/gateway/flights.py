@@ -89,7 +89,9 @@ class Flight:
 class Flights:
     """All answers under way."""
 
-    def __init__(self) -> None:
+    def __init__(self, now_s: float) -> None:
+        self.recorded_since_s = now_s
+        """Answers that failed before may be in no log: we did not run, or the store was away."""
         self._flights: dict[bytes, list[Flight]] = {}
         self._leaving: set[asyncio.Task[None]] = set()
 

@@ -56,8 +56,8 @@ class Member:
         elif registration is not None:
             self.tokens = UpstreamEngine(registration.endpoint, version=registration.version)
 
-    async def check(self) -> None:
-        """Note that it is healthy again, if it is."""
+    async def check(self) -> bool:
+        """Note that it is healthy again, if it is; returns whether."""
         try:
             async with asyncio.timeout(CHECK_S):
                 if self.messages is not None:
@@ -65,8 +65,9 @@ class Member:
                 elif self.tokens is not None:
                     await self.tokens.info()
         except (TimeoutError, ManegeError):
-            return
+            return False
         self.is_healthy = True
+        return True
 
     async def close(self) -> None:
         """End its calls. Safe to repeat."""

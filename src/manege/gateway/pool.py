@@ -2,7 +2,7 @@
 
 The calls of a session (a conversation) go to the engine that has its cache, unless that one is overloaded. An engine
 that fails gets no more calls until a check has passed; a call that it failed before the first token is tried once more
-on another healthy engine. Pausing, resuming and new weights reach every engine that takes token ids; the weights of
+on another healthy engine, or, where there is none, on the same one if it is back soon. Pausing, resuming and new weights reach every engine that takes token ids; the weights of
 engines that take messages are changed by whoever registered them.
 
 Registrations are kept in the store and are back after a restart. An engine that is forgotten, or registered again with
@@ -20,7 +20,7 @@ from typing import Protocol, TypeVar
 
 from manege.engine.base import Chunk, Engine, EngineInfo, Sampling, Weights
 from manege.engine.messages import MessagesEngine
-from manege.errors import EngineError, UnavailableError, UnprocessableError
+from manege.errors import EngineAwayError, EngineError, UnavailableError, UnprocessableError
 from manege.gateway.members import Member, Mode, Registration, choose, probe
 from manege.logs import get_logger, kv
 from manege.store.sql import SqlStore
@@ -32,6 +32,10 @@ CHECK_INTERVAL_S = 2.0
 """Between two checks of engines that failed."""
 RETRY_WAIT_S = (0.05, 0.25)
 """Before the second try, at random, so that the calls of a lost engine do not all reach the next one at once."""
+BACK_S = 10.0
+"""How long a call waits for the only engine: agents come again, and are answered within 30 s that it is away."""
+BACK_INTERVAL_S = 0.5
+"""Between two looks in that time."""
 _KEY = "models"
 
 _log = get_logger("gateway")
@@ -187,9 +191,11 @@ class EnginePool:
         return choose(serving, session)
 
     async def _other(self, failed: Member, session: str, error: EngineError) -> Member:
-        """Another healthy engine for a call that failed; raises the error if there is none."""
+        """Another healthy engine for a call that failed, or the same one if it is back; else raises the error."""
         others = [member for member in self._serving() if member is not failed and member.is_healthy]
         if not others:
+            if isinstance(error, EngineAwayError) and await _is_back(failed):
+                return failed
             raise error
         self.num_retried += 1
         await asyncio.sleep(random.uniform(*RETRY_WAIT_S))
@@ -237,6 +243,16 @@ class EnginePool:
         if member in self._leaving and member.num_running == 0:
             self._leaving.discard(member)
             await member.close()
+
+
+async def _is_back(member: Member) -> bool:
+    try:
+        async with asyncio.timeout(BACK_S):
+            while not await member.check():
+                await asyncio.sleep(BACK_INTERVAL_S)
+    except TimeoutError:
+        return False
+    return True
 
 
 def _tokens(member: Member) -> Engine:

@@ -113,5 +113,6 @@ class _Proxy:
             "reason": self._reason,
             "inflight": gate.num_in_flight,
             "held": gate.num_held,
+            "recorded_since_s": self._services.flights.recorded_since_s,
             "version": await self._services.store.policy_version(),
         }
