@@ -190,8 +190,8 @@ class LocalRunner:
         )
 
     async def _check_engine(self, rollout: Rollout, ended: Exit, record: AttemptRecord) -> None:
-        """Raises EngineError or UnavailableError when the last call of an agent that came to a bad end or to nothing was
-        failed by the engine, the gateway or its store: such an attempt says nothing about the agent."""
+        """Raises EngineError or UnavailableError when engine, gateway or store failed the last call of an agent that
+        came to a bad end or to nothing: such an attempt says nothing about the agent."""
         answered = [call for call in record.calls if call.delivered is not Delivered.NO]
         if ended.limit is not None or (ended.code == 0 and answered):
             return

@@ -2,8 +2,9 @@
 
 The calls of a session (a conversation) go to the engine that has its cache, unless that one is overloaded. An engine
 that fails gets no more calls until a check has passed; a call that it failed before the first token is tried once more
-on another healthy engine, or, where there is none, on the same one if it is back soon. Pausing, resuming and new weights reach every engine that takes token ids; the weights of
-engines that take messages are changed by whoever registered them.
+on another healthy engine, or, where there is none, on the same one if it is back soon. Pausing, resuming and new
+weights reach every engine that takes token ids; the weights of engines that take messages are changed by whoever
+registered them.
 
 Registrations are kept in the store and are back after a restart. An engine that is forgotten, or registered again with
 another version, first finishes its calls.
