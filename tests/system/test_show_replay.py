@@ -3,6 +3,7 @@
 import asyncio
 import json
 import signal
+import time
 
 import pytest
 
@@ -182,12 +183,12 @@ def test_what_is_not_there_is_named_in_one_line(run, refusal):
     assert "needs --key-file" in refusal("show", "tiny", "--gateway", "http://127.0.0.1:9")
 
 
-def keep(folder, groups, *, run="study", config=None, earned=None):
+def keep(folder, groups, *, run="study", config=None, earned=None, clock=time.time):
     """A store with groups of rollouts: name -> (outcome, reward, log-probabilities of its one answer) of each; and what
     single calls earned."""
 
     async def write():
-        store = await SqlStore.open(folder / "manege.db")
+        store = await SqlStore.open(folder / "manege.db", clock=clock)
         if config is not None:
             await store.put_run(run, config)
         for group, members in groups.items():

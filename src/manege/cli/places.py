@@ -50,6 +50,10 @@ class Place:
     run: str | None
     """The one that is meant; None: the only one."""
 
+    def name_of(self, run_id: RunId, known: Sequence[RunId]) -> str:
+        """As other verbs take it. `known`: all runs that are kept here."""
+        return self.shown if len(known) == 1 else f"{self.shown}/{run_id}"
+
 
 def find_place(text: str) -> Place:
     """Raises ConfigError that names near ones."""

@@ -84,7 +84,7 @@ async def _rows(place: Place) -> Sequence[RunRow]:
         return [
             RunRow(
                 run=run,
-                place=place.shown if place.run or len(known) == 1 else f"{place.shown}/{run}",
+                place=place.name_of(run, known),
                 stats=await reader.run_stats(run),
                 success=_success(place, run),
                 oldest_s=_oldest(await reader.pending(run=run), gateways, now_s),

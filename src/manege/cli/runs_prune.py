@@ -31,12 +31,9 @@ class _Doomed:
     place: Place
     run: RunId
     stats: RunStats
+    shown: str
     is_alone: bool
     """Nothing else is in its place."""
-
-    @property
-    def shown(self) -> str:
-        return self.place.shown if self.is_alone or self.place.run else f"{self.place.shown}/{self.run}"
 
     def paths(self, *, whole: bool) -> Iterator[Path]:
         """Files that get smaller or go."""
@@ -81,7 +78,13 @@ async def _runs_of(place: Place, *, is_named: bool) -> Sequence[_Doomed]:
     async with opened(place) as reader:
         known = await known_runs(place, reader)
         return [
-            _Doomed(place=place, run=run, stats=await reader.run_stats(run), is_alone=len(known) == 1)
+            _Doomed(
+                place=place,
+                run=run,
+                stats=await reader.run_stats(run),
+                shown=place.name_of(run, known),
+                is_alone=len(known) == 1,
+            )
             for run in ([choose(place, known)] if is_named else known)
         ]
 
