@@ -201,6 +201,9 @@ class GatewayConfig(Section):
     """The operator key; None: made at first start and kept in a file of mode 0600."""
     engine_url: str | None = None
     """An engine that speaks vLLM's token wire; None: the local one."""
+    store: str | None = None
+    """Its database: a path of SQLite, or postgresql://user@host/name, which several gateways may share; None: manege.db
+    in the run folder."""
     max_body_mb: PositiveInt = 64
     """The largest request body, unpacked, in MiB; the default holds a prompt of a million tokens as text."""
 

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import sqlite3
+import time
 
 import httpx
 import pytest
@@ -17,7 +18,7 @@ from manege.errors import (
     UnavailableError,
     UnprocessableError,
 )
-from manege.gateway.hold import Gate
+from manege.gateway.hold import Gate, Pause
 from manege.gateway.server import GatewayServer
 from manege.store.base import Ending
 from manege.types import Outcome, RolloutSpec, RolloutState, Task
@@ -247,9 +248,9 @@ async def test_a_pause_waits_for_calls_in_flight_and_holds_new_ones(client, gate
     assert order[2:] == ["second in", "second out"]
 
 
-async def test_a_held_call_is_refused_when_the_pause_lasts_too_long_or_the_gateway_ends(engine):
-    gate = Gate(engine)
-    await gate.pause(drain_s=0)
+async def test_a_held_call_is_refused_when_the_pause_lasts_too_long_or_the_gateway_ends():
+    gate = Gate(time.time)
+    gate.hold(Pause(id="p", reason=None, since_s=0.0))
     with pytest.raises(UnavailableError, match="paused for"):
         async with gate.enter(hold_s=0.05):
             pass

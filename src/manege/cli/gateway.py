@@ -21,6 +21,7 @@ from manege.model.folder import ModelFolder, open_folder
 EXAMPLES = """examples:
   manege gateway --model smollm2 --port 8400 --folder runs/gateway
   manege gateway --model FOLDER --engine http://127.0.0.1:8000 --port 8400 --folder runs/gateway
+  manege gateway --model FOLDER --engine URL --operator-key KEY --store postgresql://manege@db/manege
   manege gateway --model Qwen/Qwen3-4B --engine none --host 0.0.0.0 --port 8400 --operator-key KEY
 """
 
@@ -37,12 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--folder", type=Path, default=Path("runs/gateway"), help="store and key (default: %(default)s)"
     )
+    parser.add_argument("--store", metavar="URL", help="a path, or postgresql://user@host/name, which gateways share")
 
 
 async def execute(arguments: argparse.Namespace) -> int:
     """Serve until stopped."""
     data = arguments.folder.absolute()
-    config = GatewayConfig(host=arguments.host, port=arguments.port, key=arguments.operator_key)
+    config = GatewayConfig(host=arguments.host, port=arguments.port, key=arguments.operator_key, store=arguments.store)
     with FolderLock(data):
         folder, engine = await _engine(arguments)
         try:

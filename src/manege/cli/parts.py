@@ -109,6 +109,8 @@ async def serving(config: RunConfig, *, train: bool) -> AsyncIterator[Parts]:
             )
         )
         client = await stack.enter_async_context(Client(server.url, server.key))
+        # Who paused it may have died with the trainer that was in this process.
+        await client.resume()
         await stack.enter_async_context(controlling(client, config))
         yield Parts(client=client, train_engine=train_engine, folder=model_folder)
 
@@ -187,10 +189,10 @@ class _Served:
 async def gateway_serving(
     config: GatewayConfig, folder: ModelFolder | str, engine: Engine | None, data: Path, *, max_context: int | None
 ) -> AsyncIterator[_Served]:
-    """The gateway over an engine, with its store in `data`. Bare, it has a model's name and no engine: those that take
-    messages register themselves."""
+    """The gateway over an engine, with its key in `data`, and its store unless the config names another. Bare, it has a
+    model's name and no engine: those that take messages register themselves."""
     async with AsyncExitStack() as stack:
-        store = await SqlStore.open(data / "manege.db")
+        store = await SqlStore.open(config.store or data / "manege.db")
         stack.push_async_callback(store.close)
         key = config.key or operator_key(data)
         known = None if isinstance(folder, str) else folder

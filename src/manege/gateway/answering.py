@@ -119,6 +119,7 @@ class Answering:
         """One answer, stored."""
 
         def emit(delta: ReplyDelta) -> None:
+            self.services.progress.token()
             flight.emit(index, delta)
 
         async def keep(answer: Answer, delivered: Delivered) -> Call:
@@ -160,9 +161,13 @@ class Answering:
 
     async def _count(self, call: Call) -> None:
         """A stored call, and whether its ids can be used."""
-        self.services.counters.count_call(call)
+        services = self.services
+        services.counters.count_call(call)
+        services.progress.made()
+        services.conversations.note(call)
+        services.prefixes.note(call)
         if call.flaw is not None:
-            self.services.counters.add("manege_calls_without_ids_total")
+            services.counters.add("manege_calls_without_ids_total")
             await self._note("call.without_ids", call=call.id, message=call.flaw)
 
     @property

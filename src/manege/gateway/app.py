@@ -15,18 +15,22 @@ from manege.gateway.endpoints import agent_routes
 from manege.gateway.events import event_routes
 from manege.gateway.feed import Feed
 from manege.gateway.flights import Flights
+from manege.gateway.following import Following
 from manege.gateway.hold import Gate
 from manege.gateway.leases import lease_routes
 from manege.gateway.memory import AttemptMemory
 from manege.gateway.metrics import Counters
 from manege.gateway.models import model_routes
 from manege.gateway.openapi import description_routes
+from manege.gateway.pauses import Pauses
 from manege.gateway.pool import EnginePool
 from manege.gateway.prefixes import PrefixIndex
+from manege.gateway.presence import Presence
 from manege.gateway.proxy import proxy_routes
 from manege.gateway.rollouts import rollout_routes
 from manege.gateway.runs import run_routes
 from manege.gateway.services import RunSettings, Services
+from manege.gateway.watchdog import Progress
 from manege.harnesses.harness import Harness, load
 from manege.http import MAX_BODY_BYTES, error_handlers
 from manege.rendering.base import Renderer
@@ -47,14 +51,19 @@ def create_app(
     load_harness: Callable[[str], Harness] = load,
     clock: Callable[[], float] = time.time,
 ) -> Starlette:
-    """Called inside the event loop that will serve it. `app.state.services` holds the parts."""
-    pool = EnginePool(engine, store)
+    """Called inside the event loop that will serve it. `app.state.services` holds the parts, `app.state.following` what
+    keeps them as the store says."""
+    pool, gate, progress = EnginePool(engine, store), Gate(clock), Progress(clock)
+    presence = Presence(store, gate, progress, clock)
     services = Services(
         store=store,
         engine=pool,
         own_renderer=renderer,
         auth=Auth(operator_key=operator_key, store=store, clock=clock),
-        gate=Gate(pool),
+        gate=gate,
+        pauses=Pauses(store, pool, gate, presence, clock),
+        presence=presence,
+        progress=progress,
         feed=Feed(),
         counters=Counters(),
         conversations=AttemptMemory(store, Conversation),
@@ -78,5 +87,5 @@ def create_app(
         *description_routes(),
     ]
     app = Starlette(routes=routes, exception_handlers=error_handlers)
-    app.state.services = services
+    app.state.services, app.state.following = services, Following(services)
     return app

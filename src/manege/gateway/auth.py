@@ -1,10 +1,10 @@
 """Who may do what: one operator key, and one derived key per attempt.
 
 An agent key is `mk-<attempt>-<HMAC>-<rollout id>`, signed with the operator key: it needs no table, and it alone says
-which attempt calls. It is good for model calls and events of that attempt until the attempt is terminal or superseded;
-what comes later is answered with 409 and kept apart as an event `late.call` or `late.event`. Its mode follows the
-rollout's `is_train`. The operator key opens everything; with it, the path must say which attempt calls (Agent
-Lightning's way). Keys are compared in constant time.
+which attempt calls, at every gateway of its database. It is good for model calls and events of that attempt until the
+attempt is terminal or superseded; what comes later is answered with 409 and kept apart as an event `late.call` or
+`late.event`. Its mode follows the rollout's `is_train`. The operator key opens everything; with it, the path must say
+which attempt calls (Agent Lightning's way). Keys are compared in constant time.
 """
 
 import functools
@@ -22,13 +22,18 @@ from starlette.responses import Response
 from manege.errors import ConfigError, ConflictError, ForbiddenError, ManegeError, NotFoundError, UnauthorizedError
 from manege.gateway.declare import declare
 from manege.http import read_json
+from manege.logs import get_logger, kv
 from manege.store.sql import SqlStore
-from manege.types import TERMINAL, Event, Rollout, RolloutId
+from manege.types import TERMINAL, Event, Rollout, RolloutId, RolloutState
 
 __all__ = ["AgentIdentity", "Auth", "operator_key", "path_attempt"]
 
+_log = get_logger("gateway")
+
 Handler = Callable[[Request], Awaitable[Response]]
 
+_KEY = "operator_key"
+"""Of a keyed hash in the store, by which gateways of one database see that theirs is the same."""
 MAX_ATTEMPT_DIGITS = 5
 """Nobody tries a rollout again 100,000 times."""
 MAX_SIGNATURES = 4096
@@ -67,6 +72,24 @@ class Auth:
         self._sign = functools.lru_cache(MAX_SIGNATURES)(self._make_signature)
         self._store = store
         self._clock = clock
+
+    async def agree(self, *, is_alone: bool) -> None:
+        """Raises ConfigError unless this gateway has the operator key that its database knows, from which the agents'
+        keys derive; one that is alone, with no rollout running, may bring a new one. A key and a database in one folder
+        belong to each other anyway."""
+        if not self._store.is_shared:
+            return
+        own = hmac.new(self._operator_key, b"operator key of a database", hashlib.sha256).hexdigest()
+        if await self._store.update_value(_KEY, lambda known: known or own) == own:
+            return
+        if not is_alone or (await self._store.count_rollouts())[RolloutState.RUNNING]:
+            raise ConfigError(
+                f"the operator key is not the one that {self._store.name} was used with, and agents' keys derive from "
+                "it; give this gateway the key of the others, with --operator-key KEY (gateway.key) or a copy of the "
+                "file operator.key in its folder. For a new key, stop them all and let no rollout run"
+            )
+        _log.warning(kv("the database has a new operator key", database=self._store.name))
+        await self._store.set_value(_KEY, own)
 
     def agent_key(self, rollout_id: RolloutId, attempt: int) -> str:
         """The key of one attempt."""

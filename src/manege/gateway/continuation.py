@@ -106,9 +106,10 @@ class Conversation:
             self._by_handle[_handle(tool_call["id"])] = served
 
     def restore(self, calls: Sequence[Call]) -> None:
-        """Remember stored calls, in their order."""
+        """Remember stored calls, in their order; those that are known already stay as they are."""
         for call in calls:
-            self.add(call)
+            if call.id not in self._by_call:
+                self.add(call)
 
     def forget(self, call: Call) -> None:
         """Take back an answer that the agent did not get: a twin that it got is what it will continue."""

@@ -1,4 +1,4 @@
-"""Long polls: every write that may interest a waiter calls `changed()`, and all who wait look again.
+"""Long polls: after every change of the database `changed()` is called (`following.py`), and all who wait look again.
 
 A waiter takes the present tick *before* it reads the store and waits for a later one, so that a write between its read
 and its wait is never slept through. What happens without a write (a lease that runs out) is seen at the next recheck.

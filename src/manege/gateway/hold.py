@@ -1,124 +1,134 @@
-"""The gate that model calls pass: open, or paused while weights change.
+"""The gate that model calls pass: open, or closed while weights change (`pauses.py` decides when).
 
-A pause holds new calls and waits for those in flight; then the engine pauses, so that calls which did not end in time
-keep their place and go on after `resume`, under the new version. Weights change only while the engine is paused.
+A closed gate holds new calls; those that are inside go on. What is inside and what waits is known with its age.
 
-Concurrency: one event loop; `_lock` orders everything that is asked of the engine. No await stands between the check
-of `paused` and the count of a call as in flight.
+Concurrency: one event loop. No await stands between the check of `paused` and the count of a call as in flight.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 
-from manege.engine.base import Engine, Weights
-from manege.errors import ConflictError, UnavailableError
-from manege.logs import get_logger, kv
-from manege.store.sql import SqlStore
-from manege.types import PolicyVersion
+from manege.errors import UnavailableError
 
-__all__ = ["HOLD_S", "Gate"]
+__all__ = ["HOLD_S", "Gate", "Pause"]
 
 HOLD_S = 280.0
 """How long a plain call waits for the end of a pause: under the 300 s after which proxies and clients commonly give up.
 A stream waits as long as it must, with heartbeats."""
 
-_log = get_logger("gateway")
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pause:
+    """Why new calls wait, as it is kept in the store."""
+
+    id: str
+    reason: str | None
+    since_s: float
+    engine_paused: bool = False
+    """Calls that were still in flight wait in their engine."""
+    version: int | None = None
+    """Of the weights that were published in it."""
 
 
 class Gate:
-    """Counts calls in flight; holds new ones while paused."""
+    """Counts calls in flight; holds new ones while a pause lasts."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._lock = asyncio.Lock()
+    def __init__(self, clock: Callable[[], float]) -> None:
+        """`clock`: seconds since the epoch."""
+        self._clock = clock
         self._open = asyncio.Event()
         self._open.set()
-        self._idle = asyncio.Event()
-        self._engine_paused = False
+        self._settled = asyncio.Event()
         self._closed = False
-        self.paused = False
-        self.num_in_flight = 0
-        self.num_held = 0
+        self._in_flight: dict[object, float] = {}
+        self._held: dict[object, float] = {}
+        self.pause: Pause | None = None
+        """For which it is closed."""
+        self.on_idle: Callable[[], None] = lambda: None
+        """Called when the last call in flight has ended during a pause."""
+
+    @property
+    def paused(self) -> bool:
+        """Whether new calls are held."""
+        return self.pause is not None
+
+    def paused_for(self, pause_id: str) -> bool:
+        """Whether this pause lasts."""
+        return self.pause is not None and self.pause.id == pause_id
+
+    @property
+    def num_in_flight(self) -> int:
+        """Calls inside."""
+        return len(self._in_flight)
+
+    @property
+    def num_held(self) -> int:
+        """Calls that wait for the end of a pause."""
+        return len(self._held)
+
+    def oldest(self) -> dict[str, float]:
+        """Since when the oldest of each kind is here, in seconds since the epoch: `call_in_flight`, `call_held`,
+        `pause`; kinds that there are none of are left out."""
+        kinds = {"call_in_flight": self._in_flight, "call_held": self._held}
+        oldest = {kind: next(iter(calls.values())) for kind, calls in kinds.items() if calls}
+        return oldest if self.pause is None else {**oldest, "pause": self.pause.since_s}
 
     @asynccontextmanager
     async def enter(self, hold_s: float | None = HOLD_S) -> AsyncIterator[None]:
         """Run a model call inside. Raises UnavailableError after `hold_s` of a pause (None: never), or at shutdown."""
         if self.paused:
-            await self._held(hold_s)
-        self.num_in_flight += 1
+            await self._hold(hold_s)
         try:
-            yield
+            with self._counted(self._in_flight):
+                yield
         finally:
-            self.num_in_flight -= 1
-            if self.num_in_flight == 0:
-                self._idle.set()
+            if not self._in_flight and self.paused:
+                self._settled.set()
+                self.on_idle()
 
-    async def pause(self, drain_s: float | None) -> None:
-        """Hold new calls, let those in flight end for at most `drain_s`, then pause the engine. With None, only hold:
-        the caller watches the calls in flight (Agent Lightning's trainer). Raises ConflictError if resumed meanwhile.
-        """
-        self.paused = True
+    def hold(self, pause: Pause) -> None:
+        """New calls wait from now on, for the end of this pause."""
+        self.pause = pause
         self._open.clear()
-        if drain_s is None:
-            return
-        await self._drain(drain_s)
-        async with self._lock:
-            if not self.paused:
-                raise ConflictError("the gateway was resumed while a pause was draining it; pause again")
-            await self._engine.pause()
-            self._engine_paused = True
+        self._settled.set()
 
-    async def resume(self) -> None:
+    def release(self) -> None:
         """Let everything go on. Safe to call when not paused."""
-        self.paused = False
-        # A pause that still drains must see that it was overtaken.
-        self._idle.set()
-        async with self._lock:
-            try:
-                await self._engine.resume()
-                self._engine_paused = False
-            finally:
-                # Should the engine be gone, held calls learn it from the engine, now.
-                if not self.paused:
-                    self._open.set()
-
-    async def publish(self, store: SqlStore, weights: Weights) -> PolicyVersion:
-        """Count a new version and load its weights. Raises ConflictError unless the engine is paused."""
-        async with self._lock:
-            if not self._engine_paused:
-                raise ConflictError(
-                    "weights change only while the gateway is paused: POST /proxy/pause with drain_s first"
-                )
-            version = await store.publish_version()
-            await self._engine.load(weights, version)
-            return version
+        self.pause = None
+        self._open.set()
+        self._settled.set()
 
     def close(self) -> None:
         """At shutdown: calls that wait are refused instead of held."""
         self._closed = True
         self._open.set()
 
-    async def _drain(self, drain_s: float) -> None:
-        try:
-            async with asyncio.timeout(drain_s):
-                while self.num_in_flight and self.paused:
-                    self._idle.clear()
-                    await self._idle.wait()
-        except TimeoutError:
-            _log.info(kv("pausing with calls in flight", num_in_flight=self.num_in_flight, drain_s=drain_s))
+    async def idle(self, pause_id: str) -> None:
+        """Return when nothing is in flight any more, or when another pause or none has taken the place of this one."""
+        while self._in_flight and self.paused_for(pause_id):
+            self._settled.clear()
+            await self._settled.wait()
 
-    async def _held(self, hold_s: float | None) -> None:
-        self.num_held += 1
-        try:
-            async with asyncio.timeout(hold_s):
-                while self.paused and not self._closed:
-                    await self._open.wait()
-        except TimeoutError:
-            raise UnavailableError(
-                f"the gateway has been paused for {hold_s:.0f} s (weights are being changed); try again"
-            ) from None
-        finally:
-            self.num_held -= 1
+    async def _hold(self, hold_s: float | None) -> None:
+        with self._counted(self._held):
+            try:
+                async with asyncio.timeout(hold_s):
+                    while self.paused and not self._closed:
+                        await self._open.wait()
+            except TimeoutError:
+                raise UnavailableError(
+                    f"the gateway has been paused for {hold_s:.0f} s (weights are being changed); try again"
+                ) from None
         if self._closed:
             raise UnavailableError("the gateway is shutting down; try again when it is back")
+
+    @contextmanager
+    def _counted(self, calls: dict[object, float]) -> Iterator[None]:
+        token = object()
+        calls[token] = self._clock()
+        try:
+            yield
+        finally:
+            del calls[token]

@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from manege.errors import ConflictError, ManegeError, NotFoundError
+from manege.errors import ConflictError, ManegeError, NotFoundError, StoreError
 from manege.gateway.answering import Answering
 from manege.gateway.auth import AgentIdentity
 from manege.gateway.flights import Flight
@@ -147,8 +147,8 @@ class ModelCalls:
                     self._services.conversations.forget_call(call)
                     self._services.prefixes.forget_call(call)
                 await self._services.store.set_delivered(call.id, delivered)
-            except NotFoundError as error:
-                # The rollout was deleted between the answer and this note.
+            except (NotFoundError, StoreError) as error:
+                # The rollout was deleted between the answer and this note, or the disk is full: it stays unknown.
                 _log.info(kv("delivery not noted", call_id=call.id, reason=error))
 
 

@@ -29,7 +29,9 @@ class MessageSource:
         self, services: Services, request: ModelRequest, index: PrefixIndex, admitted: Admitted, session: str
     ) -> None:
         self.admitted = admitted
-        self._services, self._request, self._index, self._session = services, request, index, session
+        self._services, self._request, self._session = services, request, session
+        self.index = index
+        """What the request may continue."""
         self._parents: dict[CallId, Known] = {}
 
     @classmethod
@@ -53,7 +55,7 @@ class MessageSource:
 
     def add(self, call: Call) -> None:
         if len(call.response_ids_R):
-            self._index.add(call, self._parents.get(call.parent) if call.parent else None)
+            self.index.add(call, self._parents.get(call.parent) if call.parent else None)
 
     async def forward(self, source: MessagesSource) -> Forwarded:
         """One engine after the other, as the pool decides."""
@@ -61,7 +63,7 @@ class MessageSource:
 
     def answer(self, forwarded: Forwarded) -> Answer:
         """With the call that it continues."""
-        parent = self._index.parent(forwarded.prompt_ids, self._request.messages)
+        parent = self.index.parent(forwarded.prompt_ids, self._request.messages)
         if parent is not None:
             self._parents[parent.call_id] = parent
         return Answer(

@@ -50,10 +50,10 @@ class PlainAnswering(Answering):
     """Gives the body of the answer."""
 
     async def _answer(self, flight: Flight) -> bytes:
-        services, request, identity = self.services, self.request, self.identity
+        services, request = self.services, self.request
         created_s, call_id = services.clock(), new_call_id()
-        admitted = (await MessageSource.admit(services, identity, request, self._session)).admitted
-        index = await services.prefixes.of(identity.rollout_id, identity.attempt)
+        source = await MessageSource.admit(services, self.identity, request, self._session)
+        admitted, index = source.admitted, source.index
         async with services.gate.enter(self.hold_s):
             asked = _Asked(request, admitted.sampling)
             raw, engine = await services.engine.forward(asked, self._session)

@@ -6,18 +6,18 @@ on another healthy engine, or, where there is none, on the same one if it is bac
 weights reach every engine that takes token ids; the weights of engines that take messages are changed by whoever
 registered them.
 
-Registrations are kept in the store and are back after a restart. An engine that is forgotten, or registered again with
-another version, first finishes its calls.
+Registrations are kept in the store: they are back after a restart, and every gateway of a database has the same. An
+engine that is forgotten, or registered again with another version, first finishes its calls.
 
 Concurrency: one event loop; `_changing` orders what changes the registry.
 """
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from manege.engine.base import Chunk, Engine, EngineInfo, Sampling, Weights
 from manege.engine.messages import MessagesEngine
@@ -27,8 +27,10 @@ from manege.logs import get_logger, kv
 from manege.store.sql import SqlStore
 from manege.types import PolicyVersion
 
-__all__ = ["EnginePool", "MessagesCall", "Registration"]
+__all__ = ["MODELS_KEY", "EnginePool", "MessagesCall", "Registration"]
 
+MODELS_KEY = "models"
+"""Of the registrations in the store."""
 CHECK_INTERVAL_S = 2.0
 """Between two checks of engines that failed."""
 RETRY_WAIT_S = (0.05, 0.25)
@@ -37,7 +39,6 @@ BACK_S = 10.0
 """How long a call waits for the only engine: agents come again, and are answered within 30 s that it is away."""
 BACK_INTERVAL_S = 0.5
 """Between two looks in that time."""
-_KEY = "models"
 
 _log = get_logger("gateway")
 
@@ -70,10 +71,10 @@ class EnginePool:
         self.num_retried = 0
         """Calls that were tried on a second engine."""
 
-    async def restore(self) -> None:
-        """Use again what was registered before a restart."""
-        for entry in await self._store.get_value(_KEY) or []:
-            self._put(Registration(**entry))
+    async def follow(self) -> None:
+        """Serve by what is registered in the store. Raises StoreError."""
+        async with self._changing:
+            await self._follow()
 
     @property
     def registrations(self) -> Sequence[Registration]:
@@ -96,28 +97,24 @@ class EnginePool:
         """Add endpoints, or change the version of known ones. Raises UnprocessableError, and adds none, if one of them
         does not answer as its mode asks, or if modes would be mixed."""
         async with self._changing:
-            entries = self._registrations | {entry.root: entry for entry in registrations}
-            if len({entry.mode for entry in entries.values()}) > 1:
-                told = ", ".join(f"{entry.endpoint} in mode {entry.mode!r}" for entry in entries.values())
-                raise UnprocessableError(
-                    f"engines of both modes cannot serve together: {told}; register all with the same mode, or forget "
-                    "the others first (DELETE /api/models)"
-                )
             for entry in registrations:
                 known = self._registrations.get(entry.root)
                 if known is None or known.mode != entry.mode:
                     await probe(entry)
-            await self._store.set_value(_KEY, list(entries.values()))
-            for entry in registrations:
-                await self._drop(entry.root)
-                self._put(entry)
+
+            def add(stored: Any) -> Any:
+                entries = _entries(stored) | {entry.root: entry for entry in registrations}
+                _check_one_mode(entries.values())
+                return list(entries.values())
+
+            await self._store.update_value(MODELS_KEY, add)
+            await self._follow()
 
     async def clear(self) -> None:
         """Forget all endpoints; calls go to the given engine again."""
         async with self._changing:
-            await self._store.set_value(_KEY, [])
-            for root in list(self._members):
-                await self._drop(root)
+            await self._store.set_value(MODELS_KEY, [])
+            await self._follow()
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, session: str = ""
@@ -167,6 +164,10 @@ class EnginePool:
         """Of the engine that the next call goes to, with the calls of all. Raises EngineError in mode `messages`."""
         info = await _tokens(self._choose("")).info()
         return replace(info, num_running=sum(member.num_running for member in self._all()))
+
+    async def refresh(self) -> None:
+        """Ask the engines for the version of their weights, which another gateway changed."""
+        await asyncio.gather(*(member.check() for member in self._all() if member.tokens is not None))
 
     async def close(self) -> None:
         if self._checking is not None:
@@ -230,15 +231,17 @@ class EnginePool:
             if isinstance(result, BaseException):
                 raise result
 
-    def _put(self, entry: Registration) -> None:
-        self._registrations[entry.root] = entry
-        self._members[entry.root] = Member(entry)
-
-    async def _drop(self, root: str) -> None:
-        if member := self._members.pop(root, None):
-            del self._registrations[root]
-            self._leaving.add(member)
-            await self._close_if_left(member)
+    async def _follow(self) -> None:
+        old, new = self._registrations, _entries(await self._store.get_value(MODELS_KEY))
+        self._registrations = new
+        for root, entry in old.items():
+            if new.get(root) != entry:
+                member = self._members.pop(root)
+                self._leaving.add(member)
+                await self._close_if_left(member)
+        for root, entry in new.items():
+            if root not in self._members:
+                self._members[root] = Member(entry)
 
     async def _close_if_left(self, member: Member) -> None:
         if member in self._leaving and member.num_running == 0:
@@ -254,6 +257,21 @@ async def _is_back(member: Member) -> bool:
     except TimeoutError:
         return False
     return True
+
+
+def _entries(stored: Any) -> dict[str, Registration]:
+    """By their roots, from the store."""
+    entries = [Registration(**entry) for entry in stored or ()]
+    return {entry.root: entry for entry in entries}
+
+
+def _check_one_mode(entries: Collection[Registration]) -> None:
+    if len({entry.mode for entry in entries}) > 1:
+        told = ", ".join(f"{entry.endpoint} in mode {entry.mode!r}" for entry in entries)
+        raise UnprocessableError(
+            f"engines of both modes cannot serve together: {told}; register all with the same mode, or forget "
+            "the others first (DELETE /api/models)"
+        )
 
 
 def _tokens(member: Member) -> Engine:

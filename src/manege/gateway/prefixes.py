@@ -104,7 +104,7 @@ class PrefixIndex:
         self._known[key] = known
 
     def restore(self, calls: Sequence[Call]) -> None:
-        """Remember stored calls, in their order."""
+        """Remember stored calls, in their order; those that are known already stay as they are."""
         known: dict[CallId, Known] = {}
         for call in calls:
             if len(call.prompt_ids_P):

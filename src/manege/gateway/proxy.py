@@ -1,7 +1,8 @@
 """Routes that steer the gateway itself: pause, resume, new weights, its state, health and metrics.
 
 `POST /proxy/pause` with `drain_s` answers when the calls in flight have ended and the engine is paused; without it, at
-once, and the caller watches `inflight` in `/proxy/state` (Agent Lightning's trainer does).
+once, and the caller watches `inflight` in `/proxy/state` (Agent Lightning's trainer does). Both mean the calls of all
+gateways of the database (`pauses.py`).
 """
 
 from typing import Annotated, Any, Literal
@@ -15,6 +16,7 @@ from manege.engine.base import Weights
 from manege.gateway.declare import answers, asks, takes
 from manege.gateway.metrics import render
 from manege.gateway.services import Services
+from manege.gateway.watchdog import ages
 from manege.http import RETRY_AFTER_S, answer
 from manege.types import RunId
 
@@ -59,32 +61,32 @@ def proxy_routes(services: Services) -> list[Route]:
 class _Proxy:
     def __init__(self, services: Services) -> None:
         self._services = services
-        self._reason: str | None = None
 
     @takes(_PauseBody)
     async def pause(self, _request: Request, body: _PauseBody) -> Response:
         """Hold new model calls; with `drain_s`, answer when those in flight have ended and the engine is paused."""
-        self._reason = body.reason
-        await self._services.gate.pause(body.drain_s)
+        await self._services.pauses.pause(body.drain_s, body.reason)
         return answer(await self._state())
 
     async def resume(self, _request: Request) -> Response:
         """Let everything go on; harmless when not paused."""
-        await self._services.gate.resume()
-        self._reason = None
+        await self._services.pauses.resume()
         return answer(await self._state())
 
     @asks(_StateQuery)
     async def state(self, _request: Request, query: _StateQuery) -> Response:
-        """Paused or not, calls in flight and held, policy version, rollouts per state (`?run=` for one run)."""
+        """Paused or not, calls in flight and held, policy version, rollouts per state (`?run=` for one run), and how
+        many seconds the oldest thing of each kind has been waiting."""
         counts = await self._services.store.count_rollouts(run=query.run)
-        return answer({**await self._state(), "rollouts": {str(state): number for state, number in counts.items()}})
+        oldest = ages(await self._services.presence.oldest(), self._services.clock())
+        rollouts = {str(state): number for state, number in counts.items()}
+        return answer({**await self._state(), "rollouts": rollouts, "oldest": oldest})
 
     @takes(_WeightsBody)
     async def publish(self, _request: Request, body: _WeightsBody) -> Response:
         """Give the engine new weights (`shared` or a `folder`) under the next version; only while paused."""
         weights = Weights(kind=body.kind, folder=body.folder)
-        return answer({"version": await self._services.gate.publish(self._services.store, weights)})
+        return answer({"version": await self._services.pauses.publish(weights)})
 
     @answers(200, _METRICS_TYPE)
     async def metrics(self, _request: Request) -> Response:
@@ -106,12 +108,12 @@ class _Proxy:
         return answer({"status": "ok"})
 
     async def _state(self) -> dict[str, Any]:
-        gate = self._services.gate
+        gate, pauses = self._services.gate, self._services.pauses
         return {
             "paused": gate.paused,
             "retry_after_seconds": RETRY_AFTER_S,
-            "reason": self._reason,
-            "inflight": gate.num_in_flight,
+            "reason": gate.pause and gate.pause.reason,
+            "inflight": gate.num_in_flight + await pauses.num_in_flight_elsewhere(),
             "held": gate.num_held,
             "recorded_since_s": self._services.flights.recorded_since_s,
             "version": await self._services.store.policy_version(),

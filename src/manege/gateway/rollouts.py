@@ -1,7 +1,4 @@
-"""Routes of rollouts: created, listed, watched, ended. Agent Lightning's shapes by default, ours with `format=manege`.
-
-Every write that a long poll may wait for is followed by `feed.changed()`.
-"""
+"""Routes of rollouts: created, listed, watched, ended; Agent Lightning's shapes, or ours with `format=manege`."""
 
 import asyncio
 import re
@@ -22,7 +19,6 @@ from manege.http import answer
 from manege.store.base import Ending, TerminalPage
 from manege.store.wire import MEDIA_TYPE, encode_calls
 from manege.types import (
-    TERMINAL,
     CallId,
     GroupId,
     JsonObject,
@@ -110,14 +106,12 @@ class _Rollouts:
     def __init__(self, services: Services) -> None:
         self._store = services.store
         self._feed = services.feed
-        self._memories = (services.conversations, services.prefixes)
 
     @takes(list[lightning.Create])
     @answers(201)
     async def create(self, _request: Request, creates: Sequence[lightning.Create]) -> Response:
         """Queue one rollout (Agent Lightning's shape); an id that exists is answered as it is."""
         created = await self._store.create_rollouts([lightning.to_spec(create) for create in creates])
-        self._feed.changed()
         return answer([lightning.rollout_view(rollout) for rollout in created], 201)
 
     @takes(list[RolloutSpec])
@@ -127,7 +121,6 @@ class _Rollouts:
         for spec in specs:
             _check(spec)
         created = await self._store.create_rollouts(specs)
-        self._feed.changed()
         return answer(created, 201)
 
     @asks(_ListQuery)
@@ -178,14 +171,12 @@ class _Rollouts:
         patch = body.status
         rollout = await self._store.get_rollout(_rollout_id(request))
         if patch is not None and patch.state is not None:
-            rollout = self._changed(await self._report(rollout, patch))
+            rollout = await self._report(rollout, patch)
         return answer(lightning.rollout_view(rollout))
 
     @answers(204)
     async def delete(self, request: Request) -> Response:
         """Remove a rollout with its calls and events."""
-        for memory in self._memories:
-            memory.forget(_rollout_id(request))
         try:
             await self._store.delete_rollout(_rollout_id(request))
         except NotFoundError:
@@ -194,7 +185,7 @@ class _Rollouts:
 
     async def cancel(self, request: Request) -> Response:
         """End a rollout at once; its key is dead, its controller kills the agent."""
-        return answer(self._changed(await self._store.cancel(_rollout_id(request))))
+        return answer(await self._store.cancel(_rollout_id(request)))
 
     @takes(_Finish)
     async def finish(self, request: Request, body: _Finish) -> Response:
@@ -206,8 +197,7 @@ class _Rollouts:
             evidence=body.evidence,
             call_rewards=body.call_rewards,
         )
-        rollout = await self._store.finish(_rollout_id(request), path_attempt(request), ending)
-        return answer(self._changed(rollout))
+        return answer(await self._store.finish(_rollout_id(request), path_attempt(request), ending))
 
     @answers(200, MEDIA_TYPE)
     @takes(_RolloutIds)
@@ -216,13 +206,6 @@ class _Rollouts:
         found = await self._store.stored_calls(body.rollout_ids)
         # In a thread: agents' calls shall not wait for it.
         return Response(await asyncio.to_thread(encode_calls, found), media_type=MEDIA_TYPE)
-
-    def _changed(self, rollout: Rollout) -> Rollout:
-        self._feed.changed()
-        if rollout.state in TERMINAL:
-            for memory in self._memories:
-                memory.forget(rollout.spec.id)
-        return rollout
 
     async def _report(self, rollout: Rollout, patch: lightning.StatusPatch) -> Rollout:
         """What Agent Lightning's controller saw: it starts rollouts without a lease and reports how they ended."""

@@ -38,9 +38,7 @@ class _Runs:
     async def put(self, request: Request, body: _RunBody) -> Response:
         """Create a run or replace its config."""
         run_id = RunId(request.path_params["run_id"])
-        run = await self._services.store.put_run(run_id, body.config)
-        self._services.settings.forget(run_id)
-        return answer(run)
+        return answer(await self._services.store.put_run(run_id, body.config))
 
     async def get(self, request: Request) -> Response:
         """A run and its config."""

@@ -5,7 +5,7 @@ Stopping lets answers in flight go out for a moment; the gateway's server ends l
 
 import asyncio
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Self
 
@@ -103,23 +103,48 @@ class Server:
 class GatewayServer(Server):
     """Serves what `create_app` made."""
 
+    _tasks: Sequence[asyncio.Task[None]] = ()
+
     @property
     def services(self) -> Services:
         """The parts of the gateway."""
         return self.app.state.services
 
     async def start(self) -> None:
-        """With the engines that were registered before."""
-        await self.services.engine.restore()
-        await super().start()
+        """As the store says: with the engines that were registered, and paused if it was. Raises ConfigError when the
+        other gateways of its database have another operator key."""
+        services = self.services
+        await services.presence.begin()
+        try:
+            await services.auth.agree(is_alone=not await services.presence.others())
+            await services.engine.follow()
+            await services.pauses.restore()
+            await super().start()
+        except BaseException:
+            await services.presence.end()
+            raise
+        self._tasks = [
+            asyncio.create_task(services.presence.run(), name="signs-of-life"),
+            asyncio.create_task(self.app.state.following.run(), name="following"),
+        ]
 
     async def stop(self) -> None:
         """Safe to repeat."""
-        self.services.feed.close()
-        self.services.gate.close()
+        services = self.services
+        services.feed.close()
+        services.gate.close()
         await super().stop()
-        await self.services.flights.close()
-        await self.services.engine.close()
+        await services.flights.close()
+        tasks, self._tasks = self._tasks, ()
+        for task in tasks:
+            task.cancel()
+        ended = await asyncio.gather(*tasks, return_exceptions=True)
+        if tasks:
+            await services.presence.end()
+        await services.engine.close()
+        for bug in ended:
+            if bug is not None and not isinstance(bug, asyncio.CancelledError):
+                raise bug
 
 
 class _Uvicorn(uvicorn.Server):

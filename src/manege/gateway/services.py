@@ -18,8 +18,11 @@ from manege.gateway.flights import Flights
 from manege.gateway.hold import Gate
 from manege.gateway.memory import AttemptMemory
 from manege.gateway.metrics import Counters
+from manege.gateway.pauses import Pauses
 from manege.gateway.pool import EnginePool
 from manege.gateway.prefixes import PrefixIndex
+from manege.gateway.presence import Presence
+from manege.gateway.watchdog import Progress
 from manege.harnesses.harness import Harness
 from manege.rendering.base import Renderer
 from manege.store.sql import SqlStore
@@ -60,6 +63,10 @@ class RunSettings:
         """Called when a run's config is put."""
         self._known.pop(run, None)
 
+    def forget_all(self) -> None:
+        """Called when it is not known which were put."""
+        self._known.clear()
+
     async def _read(self, run: RunId) -> RunSetting:
         try:
             config = (await self._store.get_run(run)).config
@@ -84,6 +91,9 @@ class Services:
     auth: Auth
     gate: Gate
     """Model calls run inside `async with gate.enter()`."""
+    pauses: Pauses
+    presence: Presence
+    progress: Progress
     feed: Feed
     """Wakes long polls after writes."""
     counters: Counters

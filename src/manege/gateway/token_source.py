@@ -15,6 +15,7 @@ from manege.gateway.capture import Capture
 from manege.gateway.continuation import Conversation, Prompt
 from manege.gateway.services import Services
 from manege.gateway.sources import Answer
+from manege.gateway.watchdog import Progress
 from manege.protocols.base import InvalidRequest, ModelRequest, ReplyDelta
 from manege.rendering.base import Renderer
 from manege.types import Call, FinishReason, JsonObject
@@ -60,7 +61,7 @@ class TokenSource:
         capture = Capture(self._request, self._ids, self._services.renderer)
         sampling = self.admitted.sampling
         chunks = self._services.engine.generate(self._ids, sampling, self._session)
-        return _TokenAnswer(chunks, capture, self.prompt, emit)
+        return _TokenAnswer(chunks, capture, self.prompt, emit, self._services.progress)
 
     def add(self, call: Call) -> None:
         if self._request.prompt is None:
@@ -74,14 +75,18 @@ class _TokenAnswer:
         capture: Capture,
         prompt: Prompt,
         emit: Callable[[ReplyDelta], None],
+        progress: Progress,
     ) -> None:
         self._chunks, self._capture, self._prompt, self._emit = chunks, capture, prompt, emit
+        self._progress = progress
 
     async def run(self) -> Answer:
         async with aclosing(self._chunks) as chunks:
             async for chunk in chunks:
                 if chunk.finish_reason is FinishReason.ABORT:
                     raise EngineError("the engine aborted the answer; see its log")
+                # A delta may come much later, when a whole tool call has been read.
+                self._progress.token()
                 self._tell(self._capture.add(chunk))
         self._tell(self._capture.finish())
         return self._answer(aborted=False)

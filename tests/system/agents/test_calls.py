@@ -285,13 +285,13 @@ async def test_answer_of_a_client_that_left_at_the_end_is_kept_as_not_delivered(
 
 
 async def test_pause_holds_a_call_and_answers_it_after(agent, gateway, store):
-    gate = gateway.services.gate
-    await gate.pause(5)
+    gate, pauses = gateway.services.gate, gateway.services.pauses
+    await pauses.pause(5)
     asking = asyncio.create_task(ask(agent, [user("say Hi")]))
     await asyncio.sleep(0.2)
     assert (asking.done(), gate.num_held) == (False, 1)
-    await gate.publish(store, Weights(kind="shared"))
-    await gate.resume()
+    await pauses.publish(Weights(kind="shared"))
+    await pauses.resume()
     assert (await asking).choices[0].message.content == "Hi"
     (call,) = await calls_of(store)
     assert [(span.first_token, span.version) for span in call.spans] == [(0, 1)]
@@ -304,9 +304,9 @@ async def test_call_that_a_pause_did_not_wait_for_goes_on_under_the_new_version(
         return (await engine.info()).stats["sampled"] > 5
 
     await until(sampling)
-    await gateway.services.gate.pause(0.001)
-    await gateway.services.gate.publish(store, Weights(kind="shared"))
-    await gateway.services.gate.resume()
+    await gateway.services.pauses.pause(0.001)
+    await gateway.services.pauses.publish(Weights(kind="shared"))
+    await gateway.services.pauses.resume()
     assert (await asking).choices[0].message.content == "x" * 390
     (call,) = await calls_of(store)
     assert [span.version for span in call.spans] == [0, 1]

@@ -130,7 +130,7 @@ BEATS = {
 
 async def test_held_streams_open_at_once_and_beat(http, gateway, store):
     """In real time: each opens within a second, and is heard of again within SILENCE_S."""
-    await gateway.services.gate.pause(1)
+    await gateway.services.pauses.pause(1)
     opened = asyncio.get_running_loop().time()
     resumed = asyncio.Event()
 
@@ -154,18 +154,18 @@ async def test_held_streams_open_at_once_and_beat(http, gateway, store):
         for path, beat in BEATS.items():
             group.create_task(held(path, beat))
         await asyncio.sleep(SILENCE_S + 1)
-        await gateway.services.gate.resume()
+        await gateway.services.pauses.resume()
         resumed.set()
     assert [call.reply["content"] for call in await calls_of(store)] == ["Hi"] * 3
 
 
 async def test_plain_call_is_held_for_less_than_its_client_waits(gateway, agent, http):
-    await gateway.services.gate.pause(1)
+    await gateway.services.pauses.pause(1)
     body = {"messages": [user("say Hi")]}
     answer = await http.post("/v1/chat/completions", json=body, headers={"x-stainless-read-timeout": "11"})
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "5")
     assert "weights are being changed" in answer.json()["error"]["message"]
-    await gateway.services.gate.resume()
+    await gateway.services.pauses.resume()
     assert await ask(agent, [user("say Hi")])
 
 
@@ -182,7 +182,7 @@ async def test_five_and_a_half_minutes_of_pause_with_streams_lose_nothing(gatewa
 
 
 async def _pause_of(seconds, gateway, agent: openai.AsyncOpenAI, claude: anthropic.AsyncAnthropic, store, *, stream):
-    await gateway.services.gate.pause(1)
+    await gateway.services.pauses.pause(1)
 
     async def by_chat(number):
         answer = await ask(agent, [user(f"say Hi {number}")], stream=stream)
@@ -206,7 +206,7 @@ async def _pause_of(seconds, gateway, agent: openai.AsyncOpenAI, claude: anthrop
 
     asking = [asyncio.create_task(by(number)) for number in range(4) for by in (by_chat, by_messages, by_responses)]
     await asyncio.sleep(seconds)
-    await gateway.services.gate.resume()
+    await gateway.services.pauses.resume()
     texts = await asyncio.gather(*asking)
     assert texts == [f"{word} {number}" for number in range(4) for word in ("Hi", "Ho", "Ha")]
     assert sorted(call.reply["content"] for call in await calls_of(store)) == sorted(texts)
