@@ -65,7 +65,7 @@ def gateway_app(store, engine, **options):
     """Over the tiny model's renderer, unless the options say otherwise."""
     renderer = renderer_for(open_folder(str(TINY_MODEL)))
     tiny = {"renderer": renderer, "model_name": "tiny", "context_limit": 2048}
-    return create_app(store=store, engine=engine, operator_key=OPERATOR_KEY, **{**tiny, **options})
+    return create_app(store=store, engine=engine, **{**tiny, "operator_key": OPERATOR_KEY, **options})
 
 
 @pytest.fixture

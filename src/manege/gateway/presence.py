@@ -1,8 +1,8 @@
 """Signs of life: what this gateway tells the others of its database, and anyone who looks, and who else lives.
 
 Told every BEAT_S, and at once while others wait for it: whether it holds new calls and for which pause, its calls in
-flight, how long the oldest call, pause and silence of an engine last, and when it last saw progress. On a database of its own it is
-alone, and nobody is looked for.
+flight, how long the oldest call, the pause and the silence of an engine last, and when it last saw progress. On a
+database of its own it is alone, and nobody is looked for.
 
 Who lives is told by signs that come, not by their times, so that neither clocks that differ nor a database that was
 away for a while make anyone dead.
