@@ -21,7 +21,7 @@ def migrate(connection: Connection, to: str = "head") -> None:
         # The function's name is Alembic's; private only by its spelling.
         fn=lambda revision, _context: scripts._upgrade_revs(to, revision),
     )
-    context.configure(connection=connection, transactional_ddl=True, render_as_batch=False)
+    context.configure(connection=connection)
     known = inspect(connection)
     if known.has_table("schema_version") and not known.has_table("alembic_version"):
         # Schema 1 was written without Alembic.
