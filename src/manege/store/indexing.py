@@ -73,7 +73,9 @@ class Indexer:
         """What is remembered may not be stored."""
         if changes.everything:
             self._contents.forget()
-            self._contexts.clear()
+            self._contexts = _Contexts()
+        for rollout_id in changes.rollouts:
+            self._contexts.forget(rollout_id)
 
     def _move(self, connection: Connection, rows: Sequence[Row[Any]], delivered: dict[CallId, Delivered]) -> None:
         records = [orjson.loads(row.record) for row in rows]
@@ -114,28 +116,32 @@ class Indexer:
 
 
 class _Contexts:
-    """Prompt + response of the last calls of the attempts that were active last."""
+    """Prompt + response of the last calls of each attempt, of the attempts that were active last."""
 
     def __init__(self) -> None:
-        self._attempts: OrderedDict[tuple[RolloutId, int], OrderedDict[CallId, IntArray]] = OrderedDict()
+        self._rollouts: OrderedDict[RolloutId, tuple[int, OrderedDict[CallId, IntArray]]] = OrderedDict()
         self._num_bytes = 0
 
-    def clear(self) -> None:
-        """Forget all."""
-        self._attempts.clear()
-        self._num_bytes = 0
+    def forget(self, rollout_id: RolloutId) -> None:
+        """It has ended, or begins another attempt."""
+        if known := self._rollouts.pop(rollout_id, None):
+            self._num_bytes -= sum(each.nbytes for each in known[1].values())
 
     def of(self, row: Row[Any], call_id: CallId | None) -> IntArray | None:
         """Of one call of the row's attempt, if it is remembered."""
-        known = self._attempts.get((row.rollout_id, row.attempt))
-        return None if known is None or call_id is None else known.get(call_id)
+        attempt, known = self._rollouts.get(row.rollout_id, (None, {}))
+        return known.get(call_id) if attempt == row.attempt and call_id is not None else None
 
     def longest_prefix(
         self, connection: Connection, row: Row[Any], prompt_ids_P: IntArray
     ) -> tuple[CallId | None, int]:
         """The call whose context has the longest beginning in common with a prompt, and its length."""
+        if self._rollouts.get(row.rollout_id, (None,))[0] != row.attempt:
+            self.forget(row.rollout_id)
+            for call in expand(of_attempt(connection, row.rollout_id, row.attempt))[-_NUM_CONTEXTS:]:
+                self._put(row, call.id, np.concatenate([call.prompt_ids_P, call.response_ids_R]))
         best: tuple[CallId | None, int] = None, 0
-        for call_id, context_ids_T in self._of_attempt(connection, row).items():
+        for call_id, context_ids_T in self._rollouts.get(row.rollout_id, (0, {}))[1].items():
             length = _common(prompt_ids_P, context_ids_T)
             # Of equal ones the latest.
             if length and length >= best[1]:
@@ -144,29 +150,21 @@ class _Contexts:
 
     def add(self, row: Row[Any], base: CallId | None, context_ids_T: IntArray) -> None:
         """Remember a call; one that it extends whole is forgotten, since it shares all of that one's tokens."""
-        known = self._attempts.setdefault((row.rollout_id, row.attempt), OrderedDict())
-        self._attempts.move_to_end((row.rollout_id, row.attempt))
-        extended = None if base is None else known.get(base)
+        extended = self.of(row, base)
         if base is not None and extended is not None and np.array_equal(extended, context_ids_T[: len(extended)]):
-            del known[base]
+            del self._rollouts[row.rollout_id][1][base]
             self._num_bytes -= extended.nbytes
-        known[row.id] = context_ids_T
-        self._num_bytes += context_ids_T.nbytes
-        while len(known) > _NUM_CONTEXTS:
-            self._num_bytes -= known.popitem(last=False)[1].nbytes
-        while self._num_bytes > MAX_CONTEXT_BYTES and len(self._attempts) > 1:
-            _, dropped = self._attempts.popitem(last=False)
-            self._num_bytes -= sum(each.nbytes for each in dropped.values())
+        self._put(row, row.id, context_ids_T)
+        while self._num_bytes > MAX_CONTEXT_BYTES and len(self._rollouts) > 1:
+            self.forget(next(iter(self._rollouts)))
 
-    def _of_attempt(self, connection: Connection, row: Row[Any]) -> "OrderedDict[CallId, IntArray]":
-        key = row.rollout_id, row.attempt
-        if key not in self._attempts:
-            self._attempts[key] = OrderedDict()
-            for call in expand(of_attempt(connection, *key))[-_NUM_CONTEXTS:]:
-                context_ids_T = np.concatenate([call.prompt_ids_P, call.response_ids_R])
-                self._attempts[key][call.id] = context_ids_T
-                self._num_bytes += context_ids_T.nbytes
-        return self._attempts[key]
+    def _put(self, row: Row[Any], call_id: CallId, context_ids_T: IntArray) -> None:
+        _, known = self._rollouts.setdefault(row.rollout_id, (row.attempt, OrderedDict()))
+        self._rollouts.move_to_end(row.rollout_id)
+        known[call_id] = context_ids_T
+        self._num_bytes += context_ids_T.nbytes
+        if len(known) > _NUM_CONTEXTS:
+            self._num_bytes -= known.popitem(last=False)[1].nbytes
 
 
 def _common(one_T: IntArray, other_T: IntArray) -> int:
