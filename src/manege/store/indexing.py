@@ -34,7 +34,7 @@ from manege.types import CallId, Delivered, IntArray, RolloutId
 __all__ = ["Indexer", "Note"]
 
 ROWS_AT_ONCE = 256
-MAX_CONTEXT_BYTES = 64 * 2**20
+MAX_CONTEXT_BYTES = 16 * 2**20
 """Of the contexts that are remembered, to find what a prompt shares; without them it is stored whole."""
 _NUM_CONTEXTS = 4
 """Per attempt: conversations of its sub-agents take turns."""
