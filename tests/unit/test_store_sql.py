@@ -307,3 +307,27 @@ async def test_a_prompt_shares_with_the_conversation_that_it_belongs_to_also_aft
     stored = (await store.stored_calls(["r"]))["r"]
     await store.close()
     assert [len(each.call.prompt_ids_P) for each in stored] == [101] * 3 + [10] * 15
+
+
+async def test_a_damaged_file_fails_reads_and_writes_clearly_and_the_store_recovers(tmp_path):
+    path = tmp_path / "store.db"
+    store = await SqlStore.open(path)
+    await store.create_rollouts([spec(f"r{number}", "x" * 2000) for number in range(200)])
+    await store.close()  # Everything is in the file now, nothing in its log.
+    whole = path.read_bytes()
+    store = await SqlStore.open(path)
+
+    def write(content):
+        with path.open("r+b") as file:
+            file.write(content)
+
+    page = 4096
+    write(whole[: 4 * page] + b"\xab" * (len(whole) - 4 * page))
+    with pytest.raises(StoreError, match=r"store.db failed: .*the file is damaged; restore it"):
+        await store.list_rollouts(limit=None)
+    with pytest.raises(StoreError, match=r"store.db failed"):
+        await store.create_rollouts([spec("new", "y" * 20_000)])
+    write(whole)
+    await store.create_rollouts([spec("new")])
+    assert len((await store.list_rollouts(limit=None)).rollouts) == 201
+    await store.close()

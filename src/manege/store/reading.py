@@ -195,6 +195,8 @@ class StoreReader:
             try:
                 return await loop.run_in_executor(self._readers, self._read_now, operation)
             except DBAPIError as error:
+                # What a connection has cached may be what failed.
+                self._reading.dispose()
                 if self._closed or time.monotonic() >= give_up_s or not self._database.may_pass(error):
                     raise self._database.explain(error) from error
             await asyncio.sleep(_RETRY_S)

@@ -152,6 +152,8 @@ class Writer:
                 # The thread must outlive whatever the database does; every caller learns of it.
                 self._forget(EVERYTHING)
                 self._disconnect()
+                # What a connection has cached may be what failed.
+                self._engine.dispose()
                 doubtful = doubtful if doubtful and doubtful.transaction else None
                 if self._closed or time.monotonic() > give_up_s or not self._database.may_pass(error):
                     failure = self._database.explain(error)
