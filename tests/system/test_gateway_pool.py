@@ -32,12 +32,13 @@ pytestmark = pytest.mark.anyio
 
 
 @asynccontextmanager
-async def serving_engine(letter, *, port=0, **options):
-    """An engine that answers with one letter, and its endpoint."""
+async def serving_engine(letter, *, port=0, wrap=lambda app: app, **options):
+    """An engine that answers with one letter, and its endpoint. `wrap` makes another application of its own."""
     renderer = renderer_for(open_folder(str(TINY_MODEL)))
     (token,) = renderer.encode(letter)
     engine = ScriptedEngine(hashed_reply(num_tokens=8, first_id=token, last_id=token), **options)
-    async with Server(engine_app(engine, encode=renderer.encode, decode=renderer.decode), port=port) as server:
+    app = engine_app(engine, encode=renderer.encode, decode=renderer.decode)
+    async with Server(wrap(app), port=port) as server:
         yield engine, server.url
     await engine.close()
 

@@ -199,3 +199,20 @@ async def test_streamed_text_never_breaks_a_character():
     parts = [json.loads(event.removeprefix("data: "))["choices"][0]["text"] for event in events]
     assert ("".join(parts), done) == (text, "data: [DONE]")
     assert len(parts) > 10
+
+
+async def test_an_engine_that_was_restarted_gets_its_last_weights_again_from_who_gave_them_and_no_older_ones(
+    app, direct
+):
+    async with Server(app) as server:
+        first, second = UpstreamEngine(server.url), UpstreamEngine(server.url)
+        await first.load(Weights(kind="folder", folder="/one"), PolicyVersion(1))
+        await direct.load(Weights(kind="folder", folder="/begin"), PolicyVersion(0))
+        assert (await first.info()).version == (await direct.info()).version == 1
+        await second.load(Weights(kind="folder", folder="/two"), PolicyVersion(2))
+        assert (await first.info()).version == 2
+        await direct.load(Weights(kind="folder", folder="/begin"), PolicyVersion(0))
+        assert (await first.info()).version == (await direct.info()).version == 0
+        assert (await second.info()).version == (await direct.info()).version == 2
+        await first.close()
+        await second.close()

@@ -121,8 +121,9 @@ class UpstreamEngine:
                 if self._loaded is not None and version_number(told, PolicyVersion(0)) < self._version:
                     _log.warning(kv("the engine was restarted and gets its weights again", version=self._version))
                     await self.load(self._loaded, self._version)
-                else:
-                    self._version = version_number(told, self._version)
+                elif (version := version_number(told, self._version)) != self._version:
+                    # Weights that others gave it are not known here.
+                    self._version, self._loaded = version, None
             model = models["data"][0]
             self._context_limit, self._model = int(model["max_model_len"]), str(model["id"])
             self._is_known = True
