@@ -14,7 +14,9 @@ import pytest
 from manege.client import Client
 from manege.engine.base import Weights
 from manege.errors import ConfigError
+from manege.gateway.presence import BEAT_S
 from manege.gateway.server import GatewayServer
+from manege.gateway.watchdog import STUCK_S
 from manege.store.base import Ending
 from manege.store.sql import SqlStore
 from manege.types import Outcome, RolloutSpec, RunId, Task
@@ -349,6 +351,31 @@ async def test_a_gateway_that_is_killed_while_paused_leaves_a_pause_that_the_oth
             assert time.monotonic() - begun < 20
             assert (await engine.info()).paused
             await other.resume()
+
+
+async def test_what_moves_at_one_gateway_is_progress_at_the_other(postgres_url, caplog):
+    """A rollout runs for 75 s of the gateways' clock; only one of them sees it move."""
+    added_s = 0.0
+    stores = [await SqlStore.open(postgres_url) for _ in range(2)]
+    apps = [gateway_app(store, None, clock=lambda: time.time() + added_s) for store in stores]
+    async with (
+        GatewayServer(apps[0]) as moving,
+        GatewayServer(apps[1]) as idle,
+        clients_of(moving, idle) as (client, _),
+    ):
+        await begin(client, "r")
+        for _ in range(3):
+            added_s += 25
+            moving.services.progress.made()
+            await asyncio.sleep(BEAT_S + 0.5)
+        assert caplog.records == []
+        assert (await idle.services.presence.oldest())["running"] < time.time()
+        added_s += STUCK_S
+        async with asyncio.timeout(10):
+            while sum("stuck" in record.message for record in caplog.records) < 2:
+                await asyncio.sleep(0.05)
+    for store in stores:
+        await store.close()
 
 
 async def test_gateways_of_one_database_have_one_operator_key(postgres_url, tmp_path):

@@ -50,8 +50,7 @@ class Following:
             services.settings.forget_all()
         if changes.rollouts:
             services.progress.made()
-        for run in changes.runs:
-            services.settings.forget(run)
+        services.settings.forget(changes.runs)
         for memory in (services.conversations, services.prefixes):
             for rollout_id in changes.rollouts:
                 memory.forget(rollout_id)

@@ -154,6 +154,8 @@ class Pauses:
             _log.info(kv("pausing with calls in flight", num_in_flight=self._gate.num_in_flight, drain_s=drain_s))
 
     async def _pause_engine(self, pause_id: str) -> None:
+        if not self._gate.paused_for(pause_id):
+            raise _overtaken()
         self._has_paused = True
         await self._engine.pause()
         try:
@@ -168,7 +170,7 @@ class Pauses:
 
         def change(known: Any) -> Any:
             if known is None or known["id"] != pause_id:
-                raise ConflictError("the gateway was resumed while a pause was draining it; pause again")
+                raise _overtaken()
             return {**known, **changes}
 
         await self._store.update_value(PAUSE_KEY, change)
@@ -183,3 +185,7 @@ class Pauses:
                     if self._gate.pause is None or self._gate.pause.version != version:
                         return
                     await asyncio.sleep(LOOK_S)
+
+
+def _overtaken() -> ConflictError:
+    return ConflictError("the gateway was resumed while a pause was draining it; pause again")

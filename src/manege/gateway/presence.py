@@ -53,16 +53,19 @@ class Presence:
 
     async def run(self) -> None:
         """Until it is cancelled."""
-        loop = asyncio.get_running_loop()
+        loop, is_silent = asyncio.get_running_loop(), False
         while True:
             next_s = loop.time() + BEAT_S
             try:
                 await self._look()
                 await self._beat()
+                is_silent = False
                 while await self._is_told(next_s - loop.time()):
                     await self._beat()
             except StoreError as error:
-                _log.warning(kv("no sign of life could be given", reason=error))
+                if not is_silent:
+                    _log.warning(kv("signs of life cannot be given", reason=error))
+                is_silent = True
                 await asyncio.sleep(BEAT_S)
 
     def tell(self) -> None:

@@ -14,12 +14,15 @@ from starlette.applications import Starlette
 
 from manege.errors import ConfigError
 from manege.gateway.services import Services
+from manege.logs import get_logger, kv
 
 __all__ = ["LOOPBACK", "GatewayServer", "Server"]
 
 GRACE_S = 3
 """How long answers in flight may take at shutdown; then their connections are closed."""
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+_log = get_logger("gateway")
 
 
 class Server:
@@ -127,6 +130,8 @@ class GatewayServer(Server):
             asyncio.create_task(services.presence.run(), name="signs-of-life"),
             asyncio.create_task(self.app.state.following.run(), name="following"),
         ]
+        for task in self._tasks:
+            task.add_done_callback(_report)
 
     async def stop(self) -> None:
         """Safe to repeat."""
@@ -138,13 +143,17 @@ class GatewayServer(Server):
         tasks, self._tasks = self._tasks, ()
         for task in tasks:
             task.cancel()
-        ended = await asyncio.gather(*tasks, return_exceptions=True)
         if tasks:
+            await asyncio.wait(tasks)
             await services.presence.end()
         await services.engine.close()
-        for bug in ended:
-            if bug is not None and not isinstance(bug, asyncio.CancelledError):
-                raise bug
+
+
+def _report(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (bug := task.exception()):
+        _log.error(
+            kv("a gateway that no longer knows of the others must be restarted", task=task.get_name()), exc_info=bug
+        )
 
 
 class _Uvicorn(uvicorn.Server):

@@ -4,7 +4,7 @@ Settings of a run are read from the store once and kept until the run is put aga
 State that changes lives in the members (gate, feeds, counters), never in this record.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from pydantic import ValidationError
@@ -51,21 +51,27 @@ class RunSettings:
         self._store = store
         self._load_harness = load_harness
         self._known: dict[RunId, RunSetting] = {}
+        self._num_changes = 0
 
     async def of(self, run: RunId) -> RunSetting:
         """Read once."""
-        found = self._known.get(run)
+        found, num_changes = self._known.get(run), self._num_changes
         if found is None:
-            found = self._known[run] = await self._read(run)
+            found = await self._read(run)
+            # What was read before a change that we have learnt of is old.
+            if num_changes == self._num_changes:
+                self._known[run] = found
         return found
 
-    def forget(self, run: RunId) -> None:
-        """Called when a run's config is put."""
-        self._known.pop(run, None)
+    def forget(self, runs: Collection[RunId]) -> None:
+        """Called when their configs are put."""
+        self._num_changes += 1
+        for run in runs:
+            self._known.pop(run, None)
 
     def forget_all(self) -> None:
         """Called when it is not known which were put."""
-        self._known.clear()
+        self.forget(list(self._known))
 
     async def _read(self, run: RunId) -> RunSetting:
         try:
