@@ -51,7 +51,9 @@ async def execute(arguments: argparse.Namespace) -> int:
             async with gateway_serving(config, folder, engine, data, max_context=None) as server:
                 console = Console(stderr=True)
                 name = folder if isinstance(folder, str) else folder.path.name
-                console.print(f"gateway {server.url}, model {name}, store {data}", highlight=False, soft_wrap=True)
+                console.print(
+                    f"gateway {server.url}, model {name}, store {server.store}", highlight=False, soft_wrap=True
+                )
                 # What was loaded so far lives as long as the process; the collector need not look at it again.
                 gc.freeze()
                 gc.set_threshold(20_000, 20, 20)

@@ -183,6 +183,8 @@ async def train_engine_alone(config: RunConfig, client: Client) -> AsyncIterator
 class _Served:
     url: str
     key: str
+    store: str
+    """Its name, for people."""
 
 
 @asynccontextmanager
@@ -209,7 +211,7 @@ async def gateway_serving(
         server = await stack.enter_async_context(
             GatewayServer(app, host=config.host, port=config.port, has_explicit_key=config.key is not None)
         )
-        yield _Served(server.url, key)
+        yield _Served(server.url, key, store.name)
 
 
 @asynccontextmanager
