@@ -3,12 +3,14 @@
 from dataclasses import replace
 
 import numpy as np
+import orjson
 from hypothesis import strategies as st
 
 from manege.store.base import StoredCall
+from manege.store.codec import call_record
 from tests.calls import make_call
 
-__all__ = ["FORESTS", "arrays", "linear"]
+__all__ = ["FORESTS", "arrays", "as_stored", "linear"]
 
 _IDS = st.lists(st.integers(0, 2**31 - 1), max_size=4)
 _FLOATS = st.lists(st.floats(width=32), max_size=4)
@@ -32,7 +34,7 @@ def _forests(draw, name="r"):
             request={"turn": number},
             edits=["x"],
         )
-        stored.append(StoredCall(call=call, base=base, num_shared=num_shared))
+        stored.append(as_stored(call, base, num_shared))
         prompt = np.asarray([*context[:num_shared], *new], np.int32)
         whole.append(replace(call, prompt_ids_P=prompt))
     return stored, whole
@@ -46,9 +48,21 @@ def linear(*turns, name="r"):
     stored, length = [], 0
     for number, (new, response) in enumerate(turns):
         call = make_call(f"{name}-{number}", new, response, rollout=name)
-        stored.append(StoredCall(call=call, base=number - 1 if number else None, num_shared=length))
+        stored.append(as_stored(call, number - 1 if number else None, length))
         length += len(new) + len(response)
     return stored
+
+
+def as_stored(call, base, num_shared):
+    """Of a call whose prompt holds only what it adds."""
+    return StoredCall(
+        record=orjson.loads(orjson.dumps(call_record(call))),
+        new_ids_N=call.prompt_ids_P,
+        response_ids_R=call.response_ids_R,
+        logprobs_R=call.logprobs_R,
+        base=base,
+        num_shared=num_shared,
+    )
 
 
 def arrays(call):

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from manege.store.base import StoredCall
 from manege.store.expand import expand
 from tests.calls import make_call
-from tests.stored_calls import FORESTS, arrays, linear
+from tests.stored_calls import FORESTS, arrays, as_stored, linear
 
 
 @given(FORESTS)
@@ -33,7 +32,7 @@ def test_the_prompts_of_a_conversation_are_views_of_one_array_that_nobody_may_wr
 def test_a_branch_is_one_array_too_with_one_copy_of_what_it_shares():
     stored = linear(([1, 2], [3]), ([4], [5]))
     for number, (base, num_shared) in enumerate([(0, 3), (2, 5), (1, 1)], start=2):
-        stored.append(StoredCall(call=make_call(f"b{number}", [7], [8]), base=base, num_shared=num_shared))
+        stored.append(as_stored(make_call(f"b{number}", [7], [8]), base, num_shared))
     _, main, branch, on_branch, inside = expand(stored)
     assert branch.prompt_ids_P.tolist() == [1, 2, 3, 7]
     assert on_branch.prompt_ids_P.tolist() == [1, 2, 3, 7, 8, 7]

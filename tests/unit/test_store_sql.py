@@ -289,7 +289,7 @@ async def test_a_conversation_that_is_rewritten_every_turn_costs_what_it_changes
     stored = (await store.stored_calls(["r"]))["r"]
     await store.close()
     assert calls[-1].prompt_ids_P.tolist() == prompt[:-21]
-    assert sum(len(each.call.prompt_ids_P) for each in stored) == len(prompt) - 21
+    assert sum(len(each.new_ids_N) for each in stored) == len(prompt) - 21
 
 
 async def test_a_prompt_shares_with_the_conversation_that_it_belongs_to_also_after_a_restart(tmp_path):
@@ -306,7 +306,7 @@ async def test_a_prompt_shares_with_the_conversation_that_it_belongs_to_also_aft
     await store.set_delivered("c5-2", "yes")
     stored = (await store.stored_calls(["r"]))["r"]
     await store.close()
-    assert [len(each.call.prompt_ids_P) for each in stored] == [101] * 3 + [10] * 15
+    assert [len(each.new_ids_N) for each in stored] == [101] * 3 + [10] * 15
 
 
 async def test_a_damaged_file_fails_reads_and_writes_clearly_and_the_store_recovers(tmp_path):

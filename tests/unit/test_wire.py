@@ -2,6 +2,7 @@
 
 import re
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from manege.errors import ProtocolError
-from manege.store.base import StoredCall
 from manege.store.wire import decode_calls, encode_calls
 from manege.types import RolloutId
-from tests.calls import make_call
 from tests.stored_calls import FORESTS, arrays, linear
 
 PAGE = Path(__file__).parents[2] / "docs" / "reference" / "calls-format.md"
@@ -49,8 +48,7 @@ def test_conversations_are_views_of_the_body():
 
 def test_calls_of_two_conversations_that_were_answered_in_turns_are_views_too():
     one, other = linear(([1], [2]), ([3], [4])), linear(([5], [6]), ([7], [8]))
-    mixed = [one[0], other[0], StoredCall(call=one[1].call, base=0, num_shared=2)]
-    mixed.append(StoredCall(call=other[1].call, base=1, num_shared=2))
+    mixed = [one[0], other[0], replace(one[1], base=0), replace(other[1], base=1)]
     body = encode_calls({"r": mixed})
     calls = decode_calls(body)["r"]
     assert [call.prompt_ids_P.tolist() for call in calls] == [[1], [5], [1, 2, 3], [5, 6, 7]]
@@ -131,8 +129,9 @@ def with_header(body, change):
 
 
 def test_a_record_that_json_cannot_say_is_refused():
+    (stored,) = linear(([1], [2]))
     with pytest.raises(ProtocolError, match="JSON"):
-        encode_calls({"r": [StoredCall(call=make_call("c", [1], [2], request={"n": 2**70}), base=None, num_shared=0)]})
+        encode_calls({"r": [replace(stored, record={"n": 2**70})]})
 
 
 @given(FORESTS)

@@ -7,7 +7,17 @@ its gateway works, is `reading.StoreReader`.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from manege.types import Call, CallId, JsonObject, Outcome, Rollout, RolloutId, RolloutState, RunId
+from manege.types import (
+    CallId,
+    FloatArray,
+    IntArray,
+    JsonObject,
+    Outcome,
+    Rollout,
+    RolloutId,
+    RolloutState,
+    RunId,
+)
 
 __all__ = ["EVERYTHING", "Changes", "Ending", "GatewayState", "RolloutPage", "Run", "StoredCall", "TerminalPage"]
 
@@ -59,8 +69,12 @@ class RolloutPage:
 class StoredCall:
     """A call as what it adds to another one of its attempt."""
 
-    call: Call
-    """`prompt_ids_P` holds only what follows the shared tokens; `request` is whole."""
+    record: JsonObject
+    """What the call holds beside its arrays, as JSON has it (`codec.call_record`)."""
+    new_ids_N: IntArray
+    """The tokens of the prompt that follow the shared ones."""
+    response_ids_R: IntArray
+    logprobs_R: FloatArray
     base: int | None
     """Position, in the list that this one stands in, of the earlier call whose prompt + response begins with the shared
     tokens; None: nothing is shared."""

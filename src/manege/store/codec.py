@@ -1,9 +1,8 @@
 """Glossary types to JSON and back, for the disk and for our own HTTP API.
 
-Token ids and log-probabilities travel as base64 of little-endian int32 and float32. Pure: no database, no sockets.
+Token ids and log-probabilities are kept as little-endian int32 and float32. Pure: no database, no sockets.
 """
 
-import base64
 from dataclasses import fields
 from typing import Any
 
@@ -35,10 +34,8 @@ __all__ = [
     "SPECS",
     "TERMINAL_PAGE",
     "call_record",
-    "decode_call",
     "dump_bytes",
     "dumps",
-    "encode_call",
     "floats",
     "id_bytes",
     "ids",
@@ -54,7 +51,7 @@ SPECS = TypeAdapter(list[RolloutSpec])
 TERMINAL_PAGE = TypeAdapter(TerminalPage)
 
 _IDS, _FLOATS = np.dtype("<i4"), np.dtype("<f4")
-_ARRAYS = {"prompt_ids_P": _IDS, "response_ids_R": _IDS, "logprobs_R": _FLOATS}
+_ARRAYS = ("prompt_ids_P", "response_ids_R", "logprobs_R")
 _RECORD = [each.name for each in fields(Call) if each.name not in _ARRAYS]
 
 
@@ -99,15 +96,3 @@ def make_call(record: JsonObject, **arrays: npt.NDArray[Any]) -> Call:
         "delivered": Delivered(record["delivered"]),
     }
     return Call(**{**record, **typed, **arrays})
-
-
-def encode_call(call: Call) -> dict[str, Any]:
-    """A call for the wire."""
-    arrays = {name: base64.b64encode(getattr(call, name).astype(kind).tobytes()) for name, kind in _ARRAYS.items()}
-    return {"record": call_record(call), **{name: text.decode() for name, text in arrays.items()}}
-
-
-def decode_call(wire: JsonObject) -> Call:
-    """The reverse of `encode_call`."""
-    arrays = {name: np.frombuffer(base64.b64decode(wire[name]), kind) for name, kind in _ARRAYS.items()}
-    return make_call(wire["record"], **arrays)

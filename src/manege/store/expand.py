@@ -7,16 +7,16 @@ and the tokens of a chain stand in one array, of which every prompt is a view fr
     call 1: base 0, 4 shared, new [5], sampled [6 7]    prompt ids_T[:5], response ids_T[5:7]
 
 A call that starts anywhere else (from a part of its base, or where another one went on already) begins a chain of its
-own, with one copy of what it shares. Pure: numpy and types. Shape legend: T tokens of one chain.
+own, with one copy of what it shares. Pure. Shape legend: T tokens of one chain.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
 from manege.store.base import StoredCall
+from manege.store.codec import make_call
 from manege.types import Call, IntArray
 
 __all__ = ["Link", "expand", "find_chains", "link_of", "place"]
@@ -34,8 +34,7 @@ class Link(NamedTuple):
 
 def link_of(stored: StoredCall) -> Link:
     """A stored call without its contents."""
-    call = stored.call
-    return Link(stored.base, stored.num_shared, len(call.prompt_ids_P), len(call.response_ids_R))
+    return Link(stored.base, stored.num_shared, len(stored.new_ids_N), len(stored.response_ids_R))
 
 
 def expand(stored: Sequence[StoredCall]) -> list[Call]:
@@ -43,16 +42,12 @@ def expand(stored: Sequence[StoredCall]) -> list[Call]:
     links = [link_of(each) for each in stored]
     chains = find_chains(links)
     added = [
-        [
-            ids
-            for position in chain
-            for ids in (stored[position].call.prompt_ids_P, stored[position].call.response_ids_R)
-        ]
+        [ids for position in chain for ids in (stored[position].new_ids_N, stored[position].response_ids_R)]
         for chain in chains
     ]
     return [
-        replace(each.call, prompt_ids_P=prompt_ids_P, response_ids_R=response_ids_R)
-        for each, (prompt_ids_P, response_ids_R) in zip(stored, place(links, chains, added), strict=True)
+        make_call(each.record, prompt_ids_P=prompt, response_ids_R=response, logprobs_R=each.logprobs_R)
+        for each, (prompt, response) in zip(stored, place(links, chains, added), strict=True)
     ]
 
 

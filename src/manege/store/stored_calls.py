@@ -8,7 +8,7 @@ import zstandard
 from sqlalchemy import ColumnElement, Connection, Row, Table, and_, select
 
 from manege.store.base import StoredCall
-from manege.store.codec import floats, ids, make_call
+from manege.store.codec import floats, ids
 from manege.store.contents import join_parts, read_contents
 from manege.store.tables import calls, raw_calls, rollouts
 from manege.types import CallId, JsonObject, RolloutId
@@ -62,11 +62,16 @@ def _build(
     def add(
         row: Row[Any], record: JsonObject, base: CallId | None, prompt: bytes, response: bytes, logprobs: bytes
     ) -> None:
-        call = make_call(record, prompt_ids_P=ids(prompt), response_ids_R=ids(response), logprobs_R=floats(logprobs))
         position[row.id] = len(found[row.rollout_id])
-        found[row.rollout_id].append(
-            StoredCall(call=call, base=None if base is None else position[base], num_shared=row.num_shared or 0)
+        stored = StoredCall(
+            record=record,
+            new_ids_N=ids(prompt),
+            response_ids_R=ids(response),
+            logprobs_R=floats(logprobs),
+            base=None if base is None else position[base],
+            num_shared=row.num_shared or 0,
         )
+        found[row.rollout_id].append(stored)
 
     for row in indexed:
         request, headers = join_parts(row.parts, parts)

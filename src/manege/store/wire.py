@@ -18,9 +18,9 @@ from pydantic import NonNegativeInt, TypeAdapter
 
 from manege.errors import ProtocolError
 from manege.store.base import StoredCall
-from manege.store.codec import call_record, make_call
+from manege.store.codec import make_call
 from manege.store.expand import Link, find_chains, link_of, place
-from manege.types import Call, RolloutId
+from manege.types import Call, JsonObject, RolloutId
 
 __all__ = ["MEDIA_TYPE", "VERSION", "decode_calls", "encode_calls"]
 
@@ -47,7 +47,7 @@ class _Row:
     num_sampled: NonNegativeInt
     num_logprobs: NonNegativeInt
     """Other than `num_sampled` only where a call cannot be trained."""
-    record: dict[str, Any]
+    record: JsonObject
     """All of the call but its arrays."""
 
     @property
@@ -61,13 +61,13 @@ _HEADER = TypeAdapter(dict[RolloutId, list[_Row]])
 def encode_calls(found: Mapping[RolloutId, Sequence[StoredCall]]) -> bytes:
     """Raises ProtocolError for a record that JSON cannot say."""
     ordered = {key: _in_chains(stored) for key, stored in found.items()}
-    calls = [each.call for _, each in flatten.from_iterable(ordered.values())]
+    calls = [each for _, each in flatten.from_iterable(ordered.values())]
     try:
         header = orjson.dumps({key: _rows(stored) for key, stored in ordered.items()})
     except orjson.JSONEncodeError as error:
         raise ProtocolError(f"not representable as JSON: {error}") from error
     header += b" " * (-len(header) % 8)
-    ids = flatten.from_iterable((call.prompt_ids_P, call.response_ids_R) for call in calls)
+    ids = flatten.from_iterable((call.new_ids_N, call.response_ids_R) for call in calls)
     parts = [
         *(array.astype(_IDS, copy=False) for array in ids),
         *(call.logprobs_R.astype(_FLOATS, copy=False) for call in calls),
@@ -88,10 +88,10 @@ def _rows(ordered: Sequence[tuple[int, StoredCall]]) -> list[_Row]:
             answered=answered,
             base=None if each.base is None else places[each.base],
             num_shared=each.num_shared,
-            num_new=len(each.call.prompt_ids_P),
-            num_sampled=len(each.call.response_ids_R),
-            num_logprobs=len(each.call.logprobs_R),
-            record=call_record(each.call),
+            num_new=len(each.new_ids_N),
+            num_sampled=len(each.response_ids_R),
+            num_logprobs=len(each.logprobs_R),
+            record=each.record,
         )
         for answered, each in ordered
     ]
