@@ -24,9 +24,9 @@ HERE = Path(__file__).parent
 
 
 @contextlib.contextmanager
-def side(python, name, file):
+def side(python, script, *arguments):
     """Measures once per call of what it yields."""
-    command = [python, str(HERE / f"sample_building_{name}.py"), str(file)]
+    command = [python, str(HERE / script), *map(str, arguments)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
 
         def measure():
@@ -45,7 +45,10 @@ def measure_kind(pythons, rollouts, repeats, folder):
     file = Path(folder) / "rollouts.npz"
     write_rollouts(file, rollouts)
     with contextlib.ExitStack() as stack:
-        sides = {name: stack.enter_context(side(python, name, file)) for name, python in pythons.items()}
+        sides = {
+            name: stack.enter_context(side(python, f"sample_building_{name}.py", file))
+            for name, python in pythons.items()
+        }
         results = {name: [] for name in sides}
         for _ in range(repeats):
             for name, measure in sides.items():
