@@ -27,7 +27,7 @@ def of_rollouts(connection: Connection, rollout_ids: Sequence[RolloutId]) -> Map
         for table, rows in ((calls, indexed), (raw_calls, raw)):
             last = and_(table.c.rollout_id == rollouts.c.id, table.c.attempt == rollouts.c.attempt)
             statement = select(table).join(rollouts, last).where(rollouts.c.id.in_(some)).order_by(table.c.seq)
-            rows += connection.execute(statement)
+            rows += connection.execute(statement).all()
     return _build(connection, indexed, raw, rollout_ids)
 
 
