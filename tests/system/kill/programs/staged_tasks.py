@@ -1,0 +1,49 @@
+"""Tasks whose setup and scorer wait for as long as a file `hold-setup` or `hold-score` lies in a folder of the test.
+
+`stage/agents/` holds files that every workspace gets: what its agent shall do. `stage/scored.jsonl` says what the
+scorer gave.
+"""
+
+import json
+import os
+import time
+from pathlib import Path
+from urllib.parse import unquote
+
+from manege.types import Task
+
+
+def generate(*, split, num, seed, stage):
+    return [Task(id=str(number), input={}, hidden={"stage": stage}) for number in range(num)]
+
+
+def prepare(task, workspace):
+    stage = Path(task.hidden["stage"])
+    wait_while(stage / "hold-setup")
+    for order in (stage / "agents").iterdir():
+        (workspace / order.name).touch()
+
+
+def score(task, attempt):
+    """The members of a group differ, so that there is something to learn."""
+    stage, name = Path(task.hidden["stage"]), attempt.workspace.parent.name
+    if name.endswith(".control"):
+        return 0.0
+    wait_while(stage / "hold-score")
+    rollout, _, number = name.rpartition(".")
+    reward = float(rollout.rpartition("-")[2])
+    append(stage / "scored.jsonl", {"rollout": unquote(rollout), "attempt": int(number), "reward": reward})
+    return reward
+
+
+def wait_while(path):
+    while path.exists():
+        time.sleep(0.02)
+
+
+def append(path, row):
+    """A line that is on the disk when this returns."""
+    with path.open("a") as file:
+        file.write(json.dumps(row) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
