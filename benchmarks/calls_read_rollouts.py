@@ -1,6 +1,7 @@
 """Rollouts for the benchmark of reading calls; numpy only, so that any Python makes them.
 
-growing  a conversation whose prompt grows to the limit, by an answer and a tool's result per turn
+long     a conversation whose prompts have that many tokens on average; it grows by an answer and a tool's result
+growing  a conversation whose prompt grows to that length
 apart    prompts of that length that share nothing
 """
 
@@ -9,29 +10,38 @@ from sample_building_rollouts import Call
 
 __all__ = ["KINDS", "text_of"]
 
-FIRST_TOKENS, NUM_SAMPLED = 1000, 74
+FIRST_TOKENS, NUM_SAMPLED, NUM_RESULT = 1000, 74, 74
 WORDS = np.array(["the", "river", "is", "seven", "of", "a"])
+
+
+def long(rng, num_calls, num_tokens):
+    first = num_tokens - (num_calls - 1) * (NUM_SAMPLED + NUM_RESULT) // 2
+    return _conversation(rng, num_calls, first, NUM_RESULT)
 
 
 def growing(rng, num_calls, num_tokens):
     added = (num_tokens - FIRST_TOKENS) // (num_calls - 1) - NUM_SAMPLED
-    history, calls = _ids(rng, FIRST_TOKENS), []
-    for _ in range(num_calls):
-        calls.append(_call(rng, history))
-        history = np.concatenate([history, calls[-1].response, _ids(rng, added)])
-    return calls
+    return _conversation(rng, num_calls, FIRST_TOKENS, added)
 
 
 def apart(rng, num_calls, num_tokens):
     return [_call(rng, _ids(rng, num_tokens)) for _ in range(num_calls)]
 
 
-KINDS = {"growing": growing, "apart": apart}
+KINDS = {"long": long, "growing": growing, "apart": apart}
 
 
 def text_of(ids):
     """About as many letters as such tokens stand for."""
     return " ".join(WORDS[ids % len(WORDS)])
+
+
+def _conversation(rng, num_calls, first, added):
+    history, calls = _ids(rng, first), []
+    for _ in range(num_calls):
+        calls.append(_call(rng, history))
+        history = np.concatenate([history, calls[-1].response, _ids(rng, added)])
+    return calls
 
 
 def _call(rng, prompt):

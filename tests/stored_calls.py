@@ -56,7 +56,7 @@ def linear(*turns, name="r"):
 def as_stored(call, base, num_shared):
     """Of a call whose prompt holds only what it adds."""
     return StoredCall(
-        record=orjson.loads(orjson.dumps(call_record(call))),
+        record=orjson.dumps(call_record(call)),
         new_ids_N=call.prompt_ids_P,
         response_ids_R=call.response_ids_R,
         logprobs_R=call.logprobs_R,

@@ -128,12 +128,6 @@ def with_header(body, change):
     return struct.pack("<8sQQ", b"MNGCALLS", 1, len(text)) + text + body[24 + length :]
 
 
-def test_a_record_that_json_cannot_say_is_refused():
-    (stored,) = linear(([1], [2]))
-    with pytest.raises(ProtocolError, match="JSON"):
-        encode_calls({"r": [replace(stored, record={"n": 2**70})]})
-
-
 @given(FORESTS)
 def test_the_reader_of_the_reference_page_reads_it(forest):
     """Written by hand for other languages, it knows nothing of ours."""

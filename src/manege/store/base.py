@@ -69,8 +69,8 @@ class RolloutPage:
 class StoredCall:
     """A call as what it adds to another one of its attempt."""
 
-    record: JsonObject
-    """What the call holds beside its arrays, as JSON has it (`codec.call_record`)."""
+    record: bytes
+    """What the call holds beside its arrays, as JSON (`codec.call_record`)."""
     new_ids_N: IntArray
     """The tokens of the prompt that follow the shared ones."""
     response_ids_R: IntArray

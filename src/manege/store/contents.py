@@ -8,7 +8,6 @@ A part is known by the hash of its JSON. A call keeps the ids of its parts as on
 import hashlib
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import orjson
@@ -19,7 +18,7 @@ from manege.store.inserting import insert_new
 from manege.store.tables import contents
 from manege.types import JsonObject
 
-__all__ = ["Contents", "join_parts", "read_contents", "split_parts"]
+__all__ = ["Contents", "join_parts", "read_contents", "split_parts", "with_members"]
 
 MAX_KNOWN = 16384
 """Hashes that are remembered: the messages and tools of the agents that run, at some 150 bytes each."""
@@ -36,16 +35,23 @@ def split_parts(request: JsonObject, headers: Mapping[str, str]) -> tuple[Sequen
     return parts, [-1 if found is None else len(found) for found in lists]
 
 
-def join_parts(ids: bytes, values: Mapping[int, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Request and headers of an array of ids. Parts are shared by the calls that have them: do not change them."""
+def join_parts(ids: bytes, values: Mapping[int, bytes]) -> tuple[bytes, bytes]:
+    """The JSON of the request and of the headers of an array of ids."""
     rest, headers, *more = np.frombuffer(ids, "<i8").tolist()
-    request, position = dict(values[rest]), 0
+    lists, position = [], 0
     for name in _LISTS:
         number, position = more[position], position + 1
         if number >= 0:
-            request[name] = [values[part] for part in more[position : position + number]]
+            items = b",".join([values[part] for part in more[position : position + number]])
+            lists.append(b'"%s":[%s]' % (name.encode(), items))
             position += number
-    return request, values[headers]
+    return with_members(values[rest], *lists), values[headers]
+
+
+def with_members(json: bytes, *members: bytes) -> bytes:
+    """The JSON of an object with more members, each `"name":value`."""
+    inside = json[1:-1]
+    return b"{%s}" % b",".join([inside, *members] if inside else members)
 
 
 def part_ids(ids: bytes) -> Iterable[int]:
@@ -59,13 +65,13 @@ def part_ids(ids: bytes) -> Iterable[int]:
         position += max(number, 0)
 
 
-def read_contents(connection: Connection, arrays: Iterable[bytes]) -> dict[int, Any]:
-    """The values of all parts of some arrays of ids."""
+def read_contents(connection: Connection, arrays: Iterable[bytes]) -> dict[int, bytes]:
+    """The JSON of all parts of some arrays of ids."""
     wanted, unpack = sorted({part for ids in arrays for part in part_ids(ids)}), zstandard.ZstdDecompressor()
-    found: dict[int, Any] = {}
+    found: dict[int, bytes] = {}
     for first in range(0, len(wanted), _PER_QUERY):
         statement = select(contents.c.id, contents.c.data).where(contents.c.id.in_(wanted[first : first + _PER_QUERY]))
-        found |= {row.id: orjson.loads(unpack.decompress(row.data)) for row in connection.execute(statement)}
+        found |= {row.id: unpack.decompress(row.data) for row in connection.execute(statement)}
     return found
 
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import orjson
 
 from manege.store.base import StoredCall
 from manege.store.codec import make_call
@@ -46,7 +47,7 @@ def expand(stored: Sequence[StoredCall]) -> list[Call]:
         for chain in chains
     ]
     return [
-        make_call(each.record, prompt_ids_P=prompt, response_ids_R=response, logprobs_R=each.logprobs_R)
+        make_call(orjson.loads(each.record), prompt_ids_P=prompt, response_ids_R=response, logprobs_R=each.logprobs_R)
         for each, (prompt, response) in zip(stored, place(links, chains, added), strict=True)
     ]
 

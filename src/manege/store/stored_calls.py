@@ -9,9 +9,9 @@ from sqlalchemy import ColumnElement, Connection, Row, Table, and_, select
 
 from manege.store.base import StoredCall
 from manege.store.codec import floats, ids
-from manege.store.contents import join_parts, read_contents
+from manege.store.contents import join_parts, read_contents, with_members
 from manege.store.tables import calls, raw_calls, rollouts
-from manege.types import CallId, JsonObject, RolloutId
+from manege.types import CallId, RolloutId
 
 __all__ = ["attempt_ids", "of_attempt", "of_rollouts"]
 
@@ -59,9 +59,7 @@ def _build(
     position: dict[str, int] = {}
     parts, unpack = read_contents(connection, (row.parts for row in indexed)), zstandard.ZstdDecompressor().decompress
 
-    def add(
-        row: Row[Any], record: JsonObject, base: CallId | None, prompt: bytes, response: bytes, logprobs: bytes
-    ) -> None:
+    def add(row: Row[Any], record: bytes, base: CallId | None, prompt: bytes, response: bytes, logprobs: bytes) -> None:
         position[row.id] = len(found[row.rollout_id])
         stored = StoredCall(
             record=record,
@@ -75,10 +73,10 @@ def _build(
 
     for row in indexed:
         request, headers = join_parts(row.parts, parts)
-        record = orjson.loads(unpack(row.record)) | {"request": request, "headers": headers, "delivered": row.delivered}
+        more = b'"request":%s,"headers":%s,"delivered":"%s"' % (request, headers, row.delivered.encode())
+        record = with_members(unpack(row.record), more)
         add(row, record, row.base, *(unpack(blob) for blob in (row.prompt, row.response, row.logprobs)))
     for row in raw:
-        record = orjson.loads(row.record)
-        base = record["parent"] if row.num_shared else None
-        add(row, record, base, row.prompt, row.response, row.logprobs)
+        base = orjson.loads(row.record)["parent"] if row.num_shared else None
+        add(row, row.record, base, row.prompt, row.response, row.logprobs)
     return found

@@ -20,7 +20,7 @@ from manege.errors import ProtocolError
 from manege.store.base import StoredCall
 from manege.store.codec import make_call
 from manege.store.expand import Link, find_chains, link_of, place
-from manege.types import Call, JsonObject, RolloutId
+from manege.types import Call, RolloutId
 
 __all__ = ["MEDIA_TYPE", "VERSION", "decode_calls", "encode_calls"]
 
@@ -47,8 +47,8 @@ class _Row:
     num_sampled: NonNegativeInt
     num_logprobs: NonNegativeInt
     """Other than `num_sampled` only where a call cannot be trained."""
-    record: JsonObject
-    """All of the call but its arrays."""
+    record: Any
+    """All of the call but its arrays: an object; JSON that is written as it is when it is encoded."""
 
     @property
     def link(self) -> Link:
@@ -59,13 +59,10 @@ _HEADER = TypeAdapter(dict[RolloutId, list[_Row]])
 
 
 def encode_calls(found: Mapping[RolloutId, Sequence[StoredCall]]) -> bytes:
-    """Raises ProtocolError for a record that JSON cannot say."""
+    """The body that `decode_calls` reads."""
     ordered = {key: _in_chains(stored) for key, stored in found.items()}
     calls = [each for _, each in flatten.from_iterable(ordered.values())]
-    try:
-        header = orjson.dumps({key: _rows(stored) for key, stored in ordered.items()})
-    except orjson.JSONEncodeError as error:
-        raise ProtocolError(f"not representable as JSON: {error}") from error
+    header = orjson.dumps({key: _rows(stored) for key, stored in ordered.items()})
     header += b" " * (-len(header) % 8)
     ids = flatten.from_iterable((call.new_ids_N, call.response_ids_R) for call in calls)
     parts = [
@@ -91,7 +88,7 @@ def _rows(ordered: Sequence[tuple[int, StoredCall]]) -> list[_Row]:
             num_new=len(each.new_ids_N),
             num_sampled=len(each.response_ids_R),
             num_logprobs=len(each.logprobs_R),
-            record=each.record,
+            record=orjson.Fragment(each.record),
         )
         for answered, each in ordered
     ]
