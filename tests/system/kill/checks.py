@@ -25,7 +25,7 @@ def check(site, *, blamed=0):
 
 
 async def _check_store(site, blamed):
-    reader = await StoreReader.open(site.data / "manege.db")
+    reader = await StoreReader.open(site.store)
     try:
         counts = await reader.count_rollouts()
         assert not counts[RolloutState.QUEUING] + counts[RolloutState.RUNNING], counts

@@ -26,10 +26,11 @@ def free_port():
 class Site:
     """`with Site(...) as site`: nothing is left, however the test goes."""
 
-    def __init__(self, folder, *, apart, slots=4, steps=2):
+    def __init__(self, folder, *, apart, slots=4, steps=2, store=None):
         self.apart, self.folder = apart, folder
         self.run = folder / "run"
         self.data, self.agents = (folder / "gateway", folder / "agents") if apart else (self.run, self.run)
+        self.store = store or self.data / "manege.db"
         self.stage = folder / "stage"
         (self.stage / "agents").mkdir(parents=True)
         self.port, self.engine_port = free_port(), free_port()
@@ -46,7 +47,7 @@ class Site:
     def _apart(self, slots, steps):
         engine = f"http://127.0.0.1:{self.engine_port}"
         gateway = ["--gateway", self.url, "--key-file", self.data / "operator.key"]
-        place = ["--port", self.port, "--folder", self.data, "--engine", engine]
+        place = ["--port", self.port, "--folder", self.data, "--engine", engine, "--store", self.store]
         agents = ["--folder", self.agents, "--slots", slots]
         changes = [*self._run_changes(), f"train.steps={steps}"]
         return {
@@ -77,7 +78,8 @@ class Site:
             started = [self.parts[name] for name in names if name in self.parts]
             for part in started:
                 part.start()
-            started[-1].wait_until_ready()
+            if started:
+                started[-1].wait_until_ready()
 
     def part(self, victim):
         return self.parts[victim if self.apart else "trainer"]

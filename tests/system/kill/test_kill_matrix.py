@@ -1,10 +1,12 @@
 """Every part is killed in every phase in which it can be caught: the run ends, and nothing is lost or done twice."""
 
 import signal
+import time
 from dataclasses import dataclass
 
 import pytest
 
+from tests import postgres
 from tests.system.kill import phases
 from tests.system.kill.checks import check
 from tests.system.kill.site import Site
@@ -46,8 +48,21 @@ CELLS = [
     for number in (TERM, KILL)
 ]
 IN_CI = {
+    "gateway-queued-SIGTERM-apart",
     "gateway-streaming-SIGKILL-apart",
+    "gateway-updating-SIGKILL-apart",
+    "controller-in_flight-SIGKILL-apart",
+    "controller-scoring-SIGTERM-apart",
+    "trainer-updating-SIGKILL-apart",
+    "trainer-saving-SIGKILL-apart",
+    "engine-in_flight-SIGKILL-apart",
+    "agent-in_flight-SIGKILL-apart",
+    "scorer-scoring-SIGKILL-apart",
+    "all-streaming-SIGKILL-together",
+    "all-saving-SIGKILL-together",
 }
+AWAY_S = 10
+"""How long PostgreSQL is away."""
 
 
 def marked(cell):
@@ -64,3 +79,26 @@ def test_after_a_kill_the_run_ends_and_nothing_is_lost(tmp_path, cell):
         site.release()
         site.finish()
         check(site, blamed=cell.victim in ("agent", "scorer"))
+
+
+def test_the_cells_in_ci_are_cells():
+    assert {str(cell) for cell in CELLS} >= IN_CI
+
+
+@pytest.mark.timeout(150)
+@pytest.mark.parametrize(
+    "phase",
+    [pytest.param(name, marks=[] if name == "streaming" else pytest.mark.full) for name in PHASES["controller"]],
+)
+def test_after_postgresql_was_away_the_run_ends_and_nothing_is_lost(tmp_path, phase):
+    with (
+        postgres.server() as server,
+        Site(tmp_path, apart=True, slots=1 if phase == "queued" else 4, store=server.url) as site,
+    ):
+        getattr(phases, phase)(site)
+        server.stop("immediate")
+        time.sleep(AWAY_S)
+        server.start()
+        site.release()
+        site.finish()
+        check(site)
