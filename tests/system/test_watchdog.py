@@ -11,7 +11,7 @@ from manege.client import Client
 from manege.engine.scripted import ScriptedEngine, hashed_reply
 from manege.gateway.presence import BEAT_S
 from manege.gateway.server import GatewayServer
-from manege.gateway.watchdog import STUCK_S, Watchdog, ages, quiet_s
+from manege.gateway.watchdog import LONG_PAUSE_S, STUCK_S, Watchdog, ages, quiet_s
 from manege.types import RolloutSpec, Task
 from tests.conftest import OPERATOR_KEY, gateway_app
 
@@ -123,3 +123,11 @@ async def test_a_gateway_says_what_waits_and_warns_when_nothing_moves(store, cap
             await asking
     assert await store.gateways() == []
     await engine.close()
+
+
+def test_a_step_of_minutes_is_not_stuck_and_one_of_an_hour_is(caplog):
+    caplog.set_level("WARNING")
+    watchdog = Watchdog()
+    for now_s in range(0, 3600, 60):
+        watchdog.look({"pause": 0.0, "call_held": 5.0}, 0.0, float(now_s))
+        assert ("stuck" in caplog.text) == (now_s >= LONG_PAUSE_S)

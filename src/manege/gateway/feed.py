@@ -28,6 +28,11 @@ class Feed:
         self._tick = asyncio.Event()
         self._closed = False
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the gateway is shutting down."""
+        return self._closed
+
     def changed(self) -> None:
         """Wake all who wait."""
         self._tick.set()

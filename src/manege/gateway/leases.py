@@ -8,6 +8,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from manege.client import Claim
+from manege.errors import UnavailableError
 from manege.gateway.declare import takes
 from manege.gateway.services import Services
 from manege.http import answer
@@ -56,6 +57,10 @@ class _Leases:
         controller had before and is not `holding` was lost: it gets another attempt."""
 
         async def read() -> list[Claim]:
+            if self._services.feed.is_closed:
+                raise UnavailableError(
+                    "the gateway is shutting down: an agent would lose it; try again when it is back"
+                )
             taken = await self._services.store.claim(
                 controller=body.controller, limit=body.limit, lease_s=body.lease_s, holding=body.holding
             )

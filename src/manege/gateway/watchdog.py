@@ -3,7 +3,8 @@
 Kinds of waiting things: `queued` and `running` rollouts and the `raw_call` that is not indexed yet (the store knows
 them), `call_in_flight`, `call_held`, `pause`, and `engine`: how long one that has calls has been silent. Progress is a
 call that ended, a token that arrived, a rollout that changed its state. Slow is not stuck: a run is stuck when
-something has been waiting for STUCK_S and nothing at all has moved for as long.
+something has been waiting for STUCK_S and nothing at all has moved for as long; for LONG_PAUSE_S during a pause, since
+a step of training may take minutes.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,6 +15,7 @@ __all__ = ["STUCK_S", "Progress", "Watchdog", "ages", "quiet_s"]
 
 STUCK_S = 60.0
 """Longer than a rollout of a healthy run goes without a token, shorter than anyone watches a bar that does not move."""
+LONG_PAUSE_S = 1800.0
 
 _log = get_logger("gateway")
 
@@ -43,7 +45,7 @@ class Watchdog:
     def look(self, oldest: Mapping[str, float], progress_s: float, now_s: float) -> None:
         """`oldest`: since when the oldest thing of each kind waits. `progress_s`: when anything last moved."""
         was_stuck, quiet = self._is_stuck, quiet_s(oldest, progress_s, now_s)
-        self._is_stuck = quiet >= STUCK_S
+        self._is_stuck = quiet >= (LONG_PAUSE_S if "pause" in oldest else STUCK_S)
         if self._is_stuck and not was_stuck:
             waiting = {kind: f"{age:.0f}s" for kind, age in ages(oldest, now_s).items()}
             _log.warning(kv("stuck: nothing has moved", for_s=round(quiet), **waiting))
