@@ -1,7 +1,10 @@
 """Rollouts as files and back: nothing changes, and others read them, too."""
 
+import asyncio
 import dataclasses
 import itertools
+import tempfile
+from pathlib import Path
 
 import duckdb
 import numpy as np
@@ -11,14 +14,15 @@ import polars
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from manege.errors import StoreError
+from manege.errors import ConflictError, StoreError
 from manege.store.base import Run
 from manege.store.exports.base import ExportedRollout
 from manege.store.exports.jsonl import JsonlWriter, read_jsonl
 from manege.store.exports.parquet import ParquetWriter, read_parquet
+from manege.store.sql import SqlStore
 from manege.types import Event, FinishReason, Outcome, Rollout, RolloutSpec, RolloutState, Task, VersionSpan
 from tests.calls import make_call
 from tests.forests import MOVES, play
@@ -133,6 +137,33 @@ def test_a_file_read_back_is_what_was_written(tmp_path, form, given_):
     assert [comparable(each) for each in found] == [comparable(each) for each in given_]
 
 
+async def stored(folder, rollouts, run=RUN):
+    """What a new store says that it imported."""
+    store = await SqlStore.open(folder / "store.db")
+    try:
+        for exported in rollouts:
+            await store.import_rollouts(run, [exported])
+        found = (await store.list_rollouts(limit=None)).rollouts
+        calls = await store.calls([rollout.spec.id for rollout in found])
+        return await store.get_run(run.id), [
+            ExportedRollout(rollout=rollout, calls=calls[rollout.spec.id], events=await store.events(rollout.spec.id))
+            for rollout in found
+        ]
+    finally:
+        await store.close()
+
+
+@given(st.tuples(rollouts("a"), rollouts("b")))
+@settings(max_examples=30, deadline=None)
+def test_a_store_holds_an_import_as_it_was(given_):
+    first, second = (each.rollout.completion for each in given_)
+    assume(first is None or first != second)
+    with tempfile.TemporaryDirectory() as folder:
+        run, found = asyncio.run(stored(Path(folder), given_))
+    assert run == RUN
+    assert [comparable(each) for each in found] == [comparable(each) for each in given_]
+
+
 def ended(name, calls=(), reward=1.0):
     spec = RolloutSpec(id=name, run=RUN.id, task=Task(id="t", input={"q": 1}))
     rollout = Rollout(
@@ -147,6 +178,29 @@ def talk(name, num_calls, num_tokens=5):
         calls.append(make_call(f"{name}-{number}", prompt, [7] * num_tokens, rollout=name))
         prompt = [*prompt, *[7] * num_tokens, 9]
     return calls
+
+
+def test_an_import_is_all_or_nothing_and_later_ends_come_after_it(tmp_path):
+    def numbered(name, completion):
+        exported = ended(name, talk(name, 2))
+        return dataclasses.replace(
+            exported, rollout=dataclasses.replace(exported.rollout, completion=completion, ended_s=1.0)
+        )
+
+    async def use():
+        store = await SqlStore.open(tmp_path / "store.db")
+        await store.import_rollouts(RUN, [numbered("a", 41)])
+        with pytest.raises(ConflictError, match="'a'"):
+            await store.import_rollouts(RUN, [numbered("b", 42), numbered("a", 43)])
+        with pytest.raises(ConflictError, match="number 41"):
+            await store.import_rollouts(RUN, [numbered("c", 41)])
+        await store.create_rollouts([RolloutSpec(id="new", run=RUN.id, task=Task(id="t", input={}))])
+        await store.cancel("new")
+        page = await store.terminal(run=RUN.id, after=0, limit=9)
+        await store.close()
+        return [(rollout.spec.id, rollout.completion) for rollout in page.rollouts]
+
+    assert asyncio.run(use()) == [("a", 41), ("new", 42)]
 
 
 def test_a_run_without_a_config_has_none(tmp_path, form):
