@@ -152,7 +152,7 @@ def test_a_running_run_is_exported_copied_and_listed(run, data, answer):
     assert {name: code for name, (code, *_) in results.items()} == {"export": 0, "backup": 0, "list": 0}
     [row] = json.loads(results["list"][1])
     assert row["place"] == str(folder)
-    assert set(row["oldest_s"]) & {"queued", "running"}
+    assert row["moved_s"] < 30
     assert row["success"]["step"] >= 1
     base = folder.parent
     before, copied = ({each["id"]: each for each in data("show", place, "--all")} for place in (folder, base / "copy"))
@@ -229,18 +229,20 @@ def test_the_list_says_what_waits_and_which_gateway_is_gone(tmp_path, answer, da
     folder = tmp_path / "runs" / "study"
     folder.mkdir(parents=True)
     keep(folder, {"a": PAIR, "b": OPEN, "c": [(Outcome.AGENT_TIMEOUT, None, [])]}, config=STUDY)
-    beat(folder, "here", {"oldest": {"call": 30.0}})
-    beat(folder, "lost", {"oldest": {"held": 99.0}}, ago_s=300)
+    beat(folder, "here", {"oldest": {"call_in_flight": 30.0}, "progress_s": time.time() - 20})
+    beat(folder, "lost", {"oldest": {"call_held": 99.0}, "progress_s": time.time() - 1}, ago_s=300)
     [row] = data("runs", "list")
     stats = row["stats"]
     assert (row["run"], row["place"]) == ("study", "runs/study")
     assert (stats["states"]["running"], stats["outcomes"]) == (1, {"ok": 3, "agent_timeout": 1})
     assert (stats["num_calls"], stats["sampled_tokens"]) == (4, 2 + 4 + 3 + 2)
-    assert set(row["oldest_s"]) == {"running", "call"}
-    assert 30 <= row["oldest_s"]["call"] < 50
+    assert set(row["oldest_s"]) == {"running", "call_in_flight"}
+    assert 30 <= row["oldest_s"]["call_in_flight"] < 50
     text = answer("runs", "list")
     assert all(len(line) <= 100 for line in text.splitlines()[:-1])
-    assert "runs/study is open, oldest: call 3" in text
+    assert "runs/study is open, oldest: call_in_flight 3" in text
+    assert 20 <= row["moved_s"] < 40
+    assert "last moved 2" in text
     assert "gateway lost gone for 5 min" in text
     assert "gateway here" not in text
 

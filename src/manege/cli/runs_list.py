@@ -38,6 +38,8 @@ class RunRow:
     """The last row of metrics: its kind, step and success_rate; None: there is none."""
     oldest_s: Mapping[str, float]
     """Ages of what waits the longest, by kind."""
+    moved_s: float | None
+    """Seconds since any gateway saw a token, the end of a call or a change of a rollout; None: no gateway lives."""
     gateways: Mapping[str, float]
     """Of its database: seconds since each was last seen."""
 
@@ -81,13 +83,15 @@ async def _rows(place: Place) -> Sequence[RunRow]:
     async with opened(place) as reader:
         known = await known_runs(place, reader)
         gateways, now_s = await reader.gateways(), time.time()
+        alive = [gateway for gateway in gateways if now_s - gateway.seen_s < _GONE_S]
         return [
             RunRow(
                 run=run,
                 place=place.name_of(run, known),
                 stats=await reader.run_stats(run),
                 success=_success(place, run),
-                oldest_s=_oldest(await reader.pending(run=run), gateways, now_s),
+                oldest_s=_oldest(await reader.pending(run=run), alive, now_s),
+                moved_s=min((now_s - gateway.state["progress_s"] for gateway in alive), default=None),
                 gateways={gateway.id: now_s - gateway.seen_s for gateway in gateways},
             )
             for run in ([choose(place, known)] if place.run else known)
@@ -105,13 +109,12 @@ def _success(place: Place, run: RunId) -> Mapping[str, Any] | None:
     return {name: rows[-1][name] for name in ("kind", "step", "success_rate")} if rows else None
 
 
-def _oldest(since_s: Mapping[str, float], gateways: Sequence[GatewayState], now_s: float) -> Mapping[str, float]:
+def _oldest(since_s: Mapping[str, float], alive: Sequence[GatewayState], now_s: float) -> Mapping[str, float]:
     """Of the run by its database, and of all runs by the gateways that live."""
     ages = {kind: now_s - since for kind, since in since_s.items()}
-    for gateway in gateways:
-        if (silent_s := now_s - gateway.seen_s) < _GONE_S:
-            for kind, age_s in gateway.state.get("oldest", {}).items():
-                ages[kind] = max(ages.get(kind, 0.0), age_s + silent_s)
+    for gateway in alive:
+        for kind, age_s in gateway.state["oldest"].items():
+            ages[kind] = max(ages.get(kind, 0.0), age_s + now_s - gateway.seen_s)
     return ages
 
 
@@ -148,10 +151,11 @@ def _waiting(row: RunRow) -> str:
     oldest = ", ".join(
         f"{kind} {age(age_s)}" for kind, age_s in sorted(row.oldest_s.items(), key=lambda item: -item[1])
     )
+    moved = [] if row.moved_s is None else [f"last moved {age(row.moved_s)} ago"]
     gone = [
         f"gateway {each} gone for {age(silent_s)}" for each, silent_s in row.gateways.items() if silent_s >= _GONE_S
     ]
-    return "; ".join([f"{row.place} is open, oldest: {oldest or 'nothing waits'}", *gone])
+    return "; ".join([f"{row.place} is open, oldest: {oldest or 'nothing waits'}", *moved, *gone])
 
 
 def age(seconds: float) -> str:
