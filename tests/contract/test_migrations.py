@@ -24,11 +24,6 @@ pytestmark = pytest.mark.anyio
 GOLDEN = Path(__file__).parent.parent / "golden"
 
 
-@pytest.fixture(params=["sqlite", "postgresql"])
-def url(request, tmp_path):
-    return tmp_path / "store.db" if request.param == "sqlite" else request.getfixturevalue("postgres_url")
-
-
 def old_sqlite(path, version):
     with closing(sqlite3.connect(path)) as connection:
         connection.executescript(gzip.decompress((GOLDEN / f"store-{version}.sql.gz").read_bytes()).decode())

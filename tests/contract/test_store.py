@@ -15,33 +15,6 @@ from tests.calls import make_call
 pytestmark = pytest.mark.anyio
 
 
-class Clock:
-    """Time that tests move."""
-
-    def __init__(self):
-        self.now_s = 1000.0
-
-    def __call__(self):
-        return self.now_s
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def url(request, tmp_path):
-    return tmp_path / "store.db" if request.param == "sqlite" else request.getfixturevalue("postgres_url")
-
-
-@pytest.fixture
-async def store(url, clock):
-    opened = await SqlStore.open(url, clock=clock)
-    yield opened
-    await opened.close()
-
-
 def spec(name, **changes):
     return RolloutSpec(**{"id": name, "run": "run", "task": Task(id="t", input={"q": "ü"}), "group": "g", **changes})
 

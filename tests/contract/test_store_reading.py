@@ -8,29 +8,10 @@ import pytest
 from manege.errors import ConflictError, NotFoundError
 from manege.store.base import EVERYTHING, Changes, Ending
 from manege.store.reading import StoreReader
-from manege.store.sql import SqlStore
 from manege.types import Event, Outcome, RolloutSpec, RolloutState, Task
 from tests.calls import make_call
-from tests.contract.test_store import Clock
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-def clock():
-    return Clock()
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def url(request, tmp_path):
-    return tmp_path / "store.db" if request.param == "sqlite" else request.getfixturevalue("postgres_url")
-
-
-@pytest.fixture
-async def store(url, clock):
-    opened = await SqlStore.open(url, clock=clock)
-    yield opened
-    await opened.close()
 
 
 def spec(name, run="run", group=None):
