@@ -256,6 +256,10 @@ def test_a_place_that_cannot_be_read_hides_no_other(tmp_path, command):
     assert code == 2
     assert "runs/good" in out
     assert err.startswith("runs/bad: ")
+    code, out, err = command("runs", "prune", "--keep", "0", "--yes")
+    assert code == 0
+    assert out.startswith("runs/good: ")
+    assert err.startswith("runs/bad stays: ")
 
 
 def test_runs_are_compared_by_what_differs(tmp_path, answer, data):

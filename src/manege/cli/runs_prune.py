@@ -16,7 +16,7 @@ from pathlib import Path
 
 from manege.cli.parts import FolderLock
 from manege.cli.places import STORE, Place, choose, find_place, known_runs, opened, places_in
-from manege.errors import ConfigError
+from manege.errors import ConfigError, ManegeError
 from manege.store.base import RunStats
 from manege.store.sql import SqlStore
 from manege.types import TERMINAL, RunId
@@ -55,8 +55,14 @@ async def execute(arguments: argparse.Namespace) -> int:
     """Say what would go, ask, and delete."""
     if not arguments.runs and arguments.keep is None and arguments.older_than is None:
         raise ConfigError("name the runs, or say which ones with --keep N or --older-than 30d")
-    places = [find_place(run) for run in arguments.runs] or list(places_in(Path("runs")))
-    found = [each for place in places for each in await _runs_of(place, is_named=bool(arguments.runs))]
+    found = list[_Doomed]()
+    for place in [find_place(run) for run in arguments.runs] or places_in(Path("runs")):
+        try:
+            found += await _runs_of(place, is_named=bool(arguments.runs))
+        except ManegeError as error:
+            if arguments.runs:
+                raise
+            print(f"{place.shown} stays: {error}", file=sys.stderr)
     doomed = []
     for each in _chosen(found, arguments.keep, arguments.older_than):
         if reason := _refusal(each, whole=arguments.all):
