@@ -21,10 +21,10 @@ from typing import Any, Protocol, TypeVar
 
 from manege.client import Client
 from manege.config import RunConfig
-from manege.errors import TrainerError
 from manege.logs import get_logger, kv
 from manege.trainer.algo.branches import Decode
 from manege.trainer.batch import Batch, build_batch, is_informative
+from manege.trainer.capabilities import check_capabilities
 from manege.trainer.checkpoint import (
     AskedGroup,
     TrainerState,
@@ -105,7 +105,7 @@ class Trainer:
         resume: bool = False,
     ) -> None:
         """`decode`: the trained model's. Raises TrainerError for a setting that the engine cannot carry out."""
-        _check_capabilities(config, engine)
+        check_capabilities(config, engine)
         self._config, self._client, self._engine, self._observer = config, client, engine, observer
         self._clock, self._decode, self._resume = clock, decode, resume
         self._paths = _Paths(config.run_folder)
@@ -380,23 +380,3 @@ class Trainer:
         for rollout in await self._client.open_rollouts(self._run):
             if rollout.spec.id.startswith(f"{self._lineage}-") is is_ours:
                 await self._client.cancel(rollout.spec.id)
-
-
-def _check_capabilities(config: RunConfig, engine: TrainEngine) -> None:
-    can = engine.capabilities
-    if config.train.prefix_tree and not can.prefix_tree:
-        raise TrainerError("train.prefix_tree = true: this train engine has none; set it to false")
-    if config.credit.loss not in can.losses:
-        raise TrainerError(
-            f"credit.loss = {config.credit.loss!r}: this train engine computes {', '.join(sorted(can.losses))}"
-        )
-    if config.credit.kl > 0 and not can.reference:
-        raise TrainerError(f"credit.kl = {config.credit.kl}: this train engine keeps no reference; set it to 0")
-    for key, tokens in (
-        ("model.max_context", config.model.max_context),
-        ("train.max_sample_tokens", config.train.max_sample_tokens),
-    ):
-        if (tokens or 0) > can.max_sample_tokens:
-            raise TrainerError(
-                f"{key} = {tokens}: the train engine takes samples of at most {can.max_sample_tokens} tokens"
-            )

@@ -1,0 +1,28 @@
+"""Refuses, before anything begins, settings that the train engine cannot carry out."""
+
+from manege.config import RunConfig
+from manege.errors import TrainerError
+from manege.trainer.engines.base import TrainEngine
+
+__all__ = ["check_capabilities"]
+
+
+def check_capabilities(config: RunConfig, engine: TrainEngine) -> None:
+    """Raises TrainerError that names the setting and what to do."""
+    can = engine.capabilities
+    if config.train.prefix_tree and not can.prefix_tree:
+        raise TrainerError("train.prefix_tree = true: this train engine has none; set it to false")
+    if config.credit.loss not in can.losses:
+        raise TrainerError(
+            f"credit.loss = {config.credit.loss!r}: this train engine computes {', '.join(sorted(can.losses))}"
+        )
+    if config.credit.kl > 0 and not can.reference:
+        raise TrainerError(f"credit.kl = {config.credit.kl}: this train engine keeps no reference; set it to 0")
+    for key, tokens in (
+        ("model.max_context", config.model.max_context),
+        ("train.max_sample_tokens", config.train.max_sample_tokens),
+    ):
+        if (tokens or 0) > can.max_sample_tokens:
+            raise TrainerError(
+                f"{key} = {tokens}: the train engine takes samples of at most {can.max_sample_tokens} tokens"
+            )
