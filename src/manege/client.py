@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 
 from manege import errors
 from manege.engine.base import Weights
-from manege.errors import EngineError, ManegeError, StoreError, UnavailableError
+from manege.errors import EngineAwayError, ManegeError, StoreError, UnavailableError
 from manege.logs import get_logger, kv
 from manege.store.base import Ending, Run, TerminalPage
 from manege.store.codec import ROLLOUT, ROLLOUT_PAGE, ROLLOUTS, RUN, TERMINAL_PAGE
@@ -54,7 +54,7 @@ CALLS_PER_REQUEST = 64
 ROLLOUTS_PER_REQUEST = 500
 
 _AWAY = (UnavailableError, StoreError)
-_ENGINE_AWAY = (*_AWAY, EngineError)
+_ENGINE_AWAY = (*_AWAY, EngineAwayError)
 
 _log = get_logger("client")
 

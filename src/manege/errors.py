@@ -118,6 +118,8 @@ class EngineError(ManegeError):
 class EngineAwayError(EngineError):
     """The inference engine cannot be reached, hangs, or broke off: it may be restarting."""
 
+    code = "engine_away"
+
 
 class StoreError(ManegeError):
     """The database could not be read or written."""

@@ -10,7 +10,7 @@ import pytest
 from manege.engine.base import Sampling
 from manege.engine.messages import MessagesEngine
 from manege.engine.scripted import scripted_logprob
-from manege.errors import ContextOverflowError, EngineError, ProtocolError
+from manege.errors import ContextOverflowError, EngineAwayError, EngineError, ProtocolError
 from manege.gateway.forward import MessagesSource
 from manege.gateway.pool import Registration
 from manege.protocols.base import AskedSampling, InvalidRequest, ModelRequest, ReplyDelta
@@ -167,8 +167,8 @@ OVERFLOW = {"error": {"message": "This model's maximum context length is 64 toke
         (http(b"<html>Bad Gateway</html>"), EngineError, "answered no JSON: b'<html>"),
         (http([]), EngineError, "a JSON list, not a completion"),
         (http(b""), EngineError, "answered no JSON"),
-        (None, EngineError, "closed the connection before its answer was complete"),
-        (b"what?\r\n\r\n", EngineError, "does not speak HTTP"),
+        (None, EngineAwayError, "closed the connection before its answer was complete"),
+        (b"what?\r\n\r\n", EngineAwayError, "does not speak HTTP"),
         (http({"error": {"message": "out of memory"}}), EngineError, "answered an error: out of memory"),
         (http({"object": "error", "message": "gone"}), EngineError, "answered an error: gone"),
         (http({"hello": 1}), EngineError, "in a shape that is not OpenAI's"),

@@ -87,8 +87,9 @@ class HttpClient:
                 await connection.head()
                 return connection
             except EngineError:
+                is_stale = was_used and not (connection.has_answered or connection.was_left)
                 self._release(connection)
-                if self._closed or connection.has_answered or not was_used:
+                if not is_stale:
                     raise
             except BaseException:
                 self._release(connection)

@@ -50,6 +50,11 @@ class Part:
         assert self._process.poll() is None, self.log.read_text()
         return True
 
+    @property
+    def code(self):
+        """Its exit code; None: it runs."""
+        return self._process.poll()
+
     def has_ended(self):
         return self._process.poll() is not None
 

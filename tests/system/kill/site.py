@@ -26,7 +26,8 @@ def free_port():
 class Site:
     """`with Site(...) as site`: nothing is left, however the test goes."""
 
-    def __init__(self, folder, *, apart, slots=4, steps=2, store=None):
+    def __init__(self, folder, *, apart, slots=4, steps=2, store=None, changes=()):
+        """`changes`: overrides of the run."""
         self.apart, self.folder = apart, folder
         self.run = folder / "run"
         self.data, self.agents = (folder / "gateway", folder / "agents") if apart else (self.run, self.run)
@@ -38,27 +39,24 @@ class Site:
         self._http = httpx.Client(base_url=self.url, trust_env=False, timeout=30)
         self._seen = set()
         self._has_paused = False
-        self.parts = self._apart(slots, steps) if apart else self._together(slots, steps)
+        self._changes = [f"folder={self.run}", f"tasks.options.stage={self.stage}", f"train.steps={steps}", *changes]
+        self.parts = self._apart(slots) if apart else self._together(slots)
 
-    def _together(self, slots, steps):
-        changes = [f"gateway.port={self.port}", f"controller.slots={slots}", f"train.steps={steps}"]
-        return {"trainer": self._part("trainer", "train", RUN_FILE, *self._run_changes(), *changes, ready="run folder")}
+    def _together(self, slots):
+        changes = [*self._changes, f"gateway.port={self.port}", f"controller.slots={slots}"]
+        return {"trainer": self._part("trainer", "train", RUN_FILE, *changes, ready="run folder")}
 
-    def _apart(self, slots, steps):
+    def _apart(self, slots):
         engine = f"http://127.0.0.1:{self.engine_port}"
         gateway = ["--gateway", self.url, "--key-file", self.data / "operator.key"]
         place = ["--port", self.port, "--folder", self.data, "--engine", engine, "--store", self.store]
         agents = ["--folder", self.agents, "--slots", slots]
-        changes = [*self._run_changes(), f"train.steps={steps}"]
         return {
             "engine": self._part("engine", "engine", "--model", MODEL, "--port", self.engine_port, ready="engine http"),
             "gateway": self._part("gateway", "gateway", "--model", MODEL, *place, ready="gateway http"),
             "controller": self._part("controller", "controller", *gateway, *agents, ready="controller for"),
-            "trainer": self._part("trainer", "train", RUN_FILE, *changes, *gateway, ready="run folder"),
+            "trainer": self._part("trainer", "train", RUN_FILE, *self._changes, *gateway, ready="run folder"),
         }
-
-    def _run_changes(self):
-        return [f"folder={self.run}", f"tasks.options.stage={self.stage}"]
 
     def _part(self, name, *words, ready):
         return Part(words, self.folder / f"{name}.txt", ready=ready)
@@ -171,7 +169,7 @@ class Site:
 
         until(is_done, "the run ends", timeout_s=60)
         self._look()
-        assert trainer._process.returncode == 0, self.logs()
+        assert trainer.code == 0, self.logs()
         for name in ("controller", "gateway", "engine") if self.apart else ():
             self.parts[name].kill(signal.SIGTERM)
 

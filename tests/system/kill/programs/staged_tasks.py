@@ -14,7 +14,7 @@ from manege.types import Task
 
 
 def generate(*, split, num, seed, stage):
-    return [Task(id=str(number), input={}, hidden={"stage": stage}) for number in range(num)]
+    return [Task(id=f"{split}{number}", input={}, hidden={"stage": stage}) for number in range(num)]
 
 
 def prepare(task, workspace):
@@ -22,6 +22,10 @@ def prepare(task, workspace):
     wait_while(stage / "hold-setup")
     for order in (stage / "agents").iterdir():
         (workspace / order.name).touch()
+
+
+def fail(task, workspace):
+    raise RuntimeError("no such image")
 
 
 def score(task, attempt):
