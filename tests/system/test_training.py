@@ -189,7 +189,7 @@ def test_what_cannot_work_is_refused_in_one_line_before_anything_runs(tmp_path, 
     ("overrides", "message"),
     [
         (['agent.run=["true"]'], "made no model call"),
-        (['scorer.run=["echo", "nonsense"]'], "have no reward"),
+        (['scorer.run=["echo", "nonsense"]'], "the scorer's verdict is 'nonsense'"),
     ],
     ids=["agent without calls", "scorer without verdicts"],
 )
@@ -198,4 +198,4 @@ def test_training_on_nothing_stops_with_a_diagnosis(tmp_path, overrides, message
     code, _, err = finish(manege("train", RUN_FILE, f"folder={folder}", "tasks.num_heldout=2", *overrides))
     assert code == 2
     assert message in err
-    assert not rows(folder, "step")
+    assert not (folder / "metrics.jsonl").exists() or not rows(folder, "step")

@@ -6,10 +6,13 @@ from manege.errors import TrainerError
 from manege.trainer.algo.ledger import Ledger, Reason
 from manege.trainer.collect import Group
 from manege.trainer.credit import verdict
+from manege.types import Outcome, Rollout
 
-__all__ = ["REMEDIES", "check_trained", "diagnose"]
+__all__ = ["REMEDIES", "check_infrastructure", "check_trained", "diagnose"]
 
 _NUM_SHOWN = 3
+_MAX_LOST = 8
+"""Rollouts of an evaluation that may be lost to the infrastructure before the first that is not."""
 
 REMEDIES: Mapping[Reason, str] = {
     Reason.NOT_DELIVERED: "agents gave up waiting: raise their request timeout, or lower controller.slots",
@@ -36,6 +39,7 @@ def diagnose(groups: Sequence[Group], max_failed_fraction: float) -> None:
     flawed = [rollout for rollout, calls in with_calls if calls and all(call.flaw for call in calls)]
     unjudged = [rollout for rollout in rollouts if verdict(rollout) is None]
     for failed, lack, hint in (
+        (_lost(rollouts), "failed for a reason that is not their agent's, in every attempt", "see the reason."),
         (
             silent,
             "made no model call",
@@ -45,13 +49,29 @@ def diagnose(groups: Sequence[Group], max_failed_fraction: float) -> None:
         (unjudged, "have no reward", "does the scorer return a number, and do attempts end without infra_error?"),
     ):
         if len(failed) > max_failed_fraction * len(rollouts):
-            example = failed[0]
-            tail = str(example.evidence.get("stderr_tail") or example.evidence.get("stdout_tail") or "").strip()
             raise TrainerError(
-                f"{len(failed)} of {len(rollouts)} rollouts of this step {lack}: {hint} For example rollout "
-                f"{example.spec.id}: outcome {example.outcome}, {example.message or 'no message'}"
-                + (f"; it printed: {tail[-300:]!r}" if tail else "")
+                f"{len(failed)} of {len(rollouts)} rollouts of this step {lack}: {hint} {_shown(failed[0])}"
             )
+
+
+def check_infrastructure(rollouts: Sequence[Rollout], num_expected: int) -> None:
+    """Raises TrainerError with the reason when the first rollouts of an evaluation were all lost to it."""
+    if len(_lost(rollouts)) == len(rollouts) >= min(_MAX_LOST, num_expected):
+        raise TrainerError(
+            f"the first {len(rollouts)} rollouts of the evaluation failed for a reason that is not their agent's, in "
+            f"every attempt. {_shown(rollouts[0])}"
+        )
+
+
+def _lost(rollouts: Sequence[Rollout]) -> Sequence[Rollout]:
+    return [rollout for rollout in rollouts if rollout.outcome is Outcome.INFRA_ERROR]
+
+
+def _shown(rollout: Rollout) -> str:
+    tail = str(rollout.evidence.get("stderr_tail") or rollout.evidence.get("stdout_tail") or "").strip()
+    return f"For example rollout {rollout.spec.id}: outcome {rollout.outcome}, {rollout.message or 'no message'}" + (
+        f"; it printed: {tail[-300:]!r}" if tail else ""
+    )
 
 
 def check_trained(ledger: Ledger, min_fraction: float) -> None:

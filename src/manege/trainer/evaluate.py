@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from manege.trainer.collect import GroupFeed
-from manege.types import GroupId, Task
+from manege.trainer.diagnosis import check_infrastructure
+from manege.types import GroupId, Rollout, Task
 
 __all__ = ["Evaluation", "evaluate", "wilson"]
 
@@ -30,15 +31,15 @@ async def evaluate(
     feed: GroupFeed, tasks: Sequence[Task], *, name: str, temperature: float, success_reward: float
 ) -> Evaluation:
     """One rollout per task, in validation mode at a fixed temperature. What was asked for under the same `name` and
-    temperature is not done again."""
+    temperature is not done again. Raises TrainerError where nothing but the infrastructure would be evaluated."""
     for position, task in enumerate(tasks):
         group = GroupId(f"{name}-{temperature}-{position:04d}")
         await feed.start(task, group=group, size=1, is_train=False, temperature=temperature)
-    rewards = []
+    rollouts: list[Rollout] = []
     for _ in tasks:
-        group = await feed.next_group()
-        reward = group.rollouts[0].reward
-        rewards.append(0.0 if reward is None else reward)
+        rollouts += (await feed.next_group()).rollouts
+        check_infrastructure(rollouts, len(tasks))
+    rewards = [rollout.reward or 0.0 for rollout in rollouts]
     return Evaluation(
         temperature=temperature,
         num_tasks=len(tasks),
