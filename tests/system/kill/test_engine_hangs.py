@@ -12,8 +12,9 @@ from manege.engine.http1 import HttpClient
 from manege.engine.upstream import UpstreamEngine
 from manege.errors import EngineAwayError
 from manege.types import PolicyVersion
-from tests.system.kill.processes import Part
-from tests.system.kill.site import MODEL, free_port
+from tests.system.kill.checks import check
+from tests.system.kill.processes import Part, until
+from tests.system.kill.site import MODEL, Site, free_port
 
 pytestmark = pytest.mark.anyio
 
@@ -117,3 +118,17 @@ async def test_an_engine_that_was_restarted_gets_the_last_weights_again(tmp_path
             assert [span.version for span in spans] == [3]
         finally:
             await engine.close()
+
+
+@pytest.mark.full
+def test_attempts_of_an_engine_that_hangs_are_nobodys_fault_and_made_again(tmp_path):
+    with Site(tmp_path, apart=True) as site:
+        site.order("busy")
+        site.start()
+        until(lambda: site.state()["inflight"], "a call")
+        site.parts["engine"].send(signal.SIGSTOP)
+        second_attempts = (site.agents / "rollouts").glob
+        until(lambda: list(second_attempts("*/1")), "another attempt", timeout_s=FAILED_WITHIN_S)
+        site.release()
+        site.finish()
+        check(site)
