@@ -209,7 +209,7 @@ def score_calls(task, attempt):
 
 def score_first_of_group(task, attempt):
     """No verdict on the others."""
-    return 1.0 if re.search(r"[0-9a-f]{12}-0\b", str(attempt.workspace)) else None
+    return 1.0 if re.search(r"[0-9a-f]{8}-[0-9]{6}-0\b", str(attempt.workspace)) else None
 
 
 def score_strangers(task, attempt):

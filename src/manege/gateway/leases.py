@@ -8,7 +8,6 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from manege.client import Claim
-from manege.errors import UnavailableError
 from manege.gateway.declare import takes
 from manege.gateway.services import Services
 from manege.http import answer
@@ -58,9 +57,7 @@ class _Leases:
 
         async def read() -> list[Claim]:
             if self._services.feed.is_closed:
-                raise UnavailableError(
-                    "the gateway is shutting down: an agent would lose it; try again when it is back"
-                )
+                return []  # An agent that began now would lose its gateway.
             taken = await self._services.store.claim(
                 controller=body.controller, limit=body.limit, lease_s=body.lease_s, holding=body.holding
             )
