@@ -1,13 +1,13 @@
 """`manege runs` and `manege export` on real runs, also while they go on; and exports in place of runs."""
 
 import asyncio
-import io
 import json
 import os
+import pty
 import random
 import signal
-import sys
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -350,16 +350,26 @@ def test_one_of_several_runs_goes_alone(tmp_path, answer, data, refusal):
     assert (tmp_path / "rollouts").exists()
 
 
-def test_a_terminal_is_asked(three, answer, data, monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
+def at_a_terminal(typed, *words):
+    """What is shown on a terminal at which somebody answers."""
+    ours, theirs = pty.openpty()
+    with os.fdopen(ours, "r+b", buffering=0) as terminal:
+        process = manege(*words, stdin=theirs, stdout=theirs, stderr=theirs)
+        os.close(theirs)
+        terminal.write(typed)
+        shown = b""
+        # Linux says so when nobody has the other end open any more.
+        with suppress(OSError):
+            while part := terminal.read(4096):
+                shown += part
+    assert process.wait(30) == 0, shown
+    return shown.decode()
 
-    monkeypatch.setattr(sys, "stdin", Terminal("n\n"))
-    assert "delete this? [y/N]" in answer("runs", "prune", "runs/new")
+
+def test_a_terminal_is_asked(three, answer, data):
+    assert "delete this? [y/N]" in at_a_terminal(b"n\n", "runs", "prune", three["new"])
     assert len(json.loads(answer("show", "runs/new", "--json"))) == 8
-    monkeypatch.setattr(sys, "stdin", Terminal("y\n"))
-    answer("runs", "prune", "runs/new")
+    at_a_terminal(b"y\n", "runs", "prune", three["new"])
     assert data("runs", "list", "runs/new")[0]["stats"]["num_calls"] == 0
 
 

@@ -14,9 +14,10 @@ ROOT = Path(__file__).parents[2]
 RUN_FILE = ROOT / "tests" / "tiny" / "run.toml"
 
 
-def manege(*arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=None):
+def manege(*arguments, stdin=None, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=None):
     command = [sys.executable, "-c", "import sys; from manege.cli import main; sys.exit(main())", *map(str, arguments)]
-    return subprocess.Popen(command, cwd=ROOT, stdout=stdout, stderr=stderr, env=env, text=True, encoding="utf-8")
+    files = {"stdin": stdin, "stdout": stdout, "stderr": stderr}
+    return subprocess.Popen(command, cwd=ROOT, **files, env=env, text=True, encoding="utf-8")
 
 
 def finish(process, timeout_s=170):
