@@ -111,6 +111,11 @@ async def test_an_outcome_decides_state_and_default_reward(store, outcome, given
         await finish(store, "a")
 
 
+async def test_a_message_with_a_nul_ends_a_rollout_all_the_same(store):
+    await running(store, "a")
+    assert (await finish(store, "a", message="crashed: \0x")).message == "crashed: \ufffdx"
+
+
 async def test_infrastructure_failures_start_new_attempts_until_none_is_left(store):
     await running(store, "a")
     again = await finish(store, "a", outcome=Outcome.INFRA_ERROR, message="node died")

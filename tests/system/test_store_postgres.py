@@ -6,7 +6,7 @@ import contextlib
 
 import pytest
 
-from manege.errors import ConfigError, ConflictError, StoreError
+from manege.errors import ConfigError, ConflictError, StoreError, UnprocessableError
 from manege.store.base import EVERYTHING, Ending
 from manege.store.reading import StoreReader
 from manege.store.sql import SqlStore
@@ -135,6 +135,23 @@ async def test_a_server_that_goes_away_is_waited_for(tmp_path):
         # What others said meanwhile was not heard.
         await until(lambda: EVERYTHING in heard)
         await store.close()
+
+
+async def test_a_value_that_cannot_be_stored_fails_its_caller_alone(stores):
+    await running(stores[0], "r")
+
+    def event(kind):
+        return Event(rollout_id="r", attempt=0, event_type=kind, data={"text": "a\0b"}, timestamp_s=1.0)
+
+    writing = [stores[0].add_event(event(kind)) for kind in ("one", "no\0ne", "two")]
+    results = await asyncio.gather(*writing, return_exceptions=True)
+    assert [type(result) for result in results] == [type(None), UnprocessableError, type(None)]
+    assert [(each.event_type, each.data["text"]) for each in await stores[1].events("r")] == [
+        ("one", "a\0b"),
+        ("two", "a\0b"),
+    ]
+    with pytest.raises(UnprocessableError, match="NUL"):
+        await stores[0].get_rollout("r\0")
 
 
 class Cutter:

@@ -331,3 +331,32 @@ async def test_a_damaged_file_fails_reads_and_writes_clearly_and_the_store_recov
     await store.create_rollouts([spec("new")])
     assert len((await store.list_rollouts(limit=None)).rollouts) == 201
     await store.close()
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 0.195, 0.2, 0.205, 0.21])
+async def test_notes_that_are_being_kept_when_the_store_closes_are_kept(tmp_path, wait_s):
+    path = tmp_path / "store.db"
+    store = await SqlStore.open(path)
+    await store.create_rollouts([spec("r")])
+    names = [f"c{number}" for number in range(300)]
+    await asyncio.gather(*[store.add_call(make_call(name, [1], [2], delivered="unknown")) for name in names])
+    noting = [asyncio.create_task(store.set_delivered(name, "yes")) for name in names]
+    await asyncio.sleep(wait_s)
+    async with asyncio.timeout(20):
+        await store.close()
+        await asyncio.gather(*noting)
+    reader = await StoreReader.open(path)
+    assert {call.delivered for call in (await reader.calls(["r"]))["r"]} == {"yes"}
+    await reader.close()
+
+
+async def test_a_subscriber_that_fails_keeps_nobody_waiting(tmp_path):
+    store = await SqlStore.open(tmp_path / "store.db")
+    failures = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context["exception"]))
+    store.subscribe(lambda changes: 1 / 0)
+    async with asyncio.timeout(10):
+        await store.create_rollouts([spec("a")])
+        await store.create_rollouts([spec("b")])
+    assert [type(each) for each in failures] == [ZeroDivisionError] * 2
+    await store.close()

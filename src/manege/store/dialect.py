@@ -6,12 +6,12 @@ from typing import Protocol
 
 from sqlalchemy import URL, Connection, Engine
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import ArgumentError
+from sqlalchemy.exc import ArgumentError, DataError
 
-from manege.errors import ConfigError, StoreError
+from manege.errors import ConfigError, StoreError, UnprocessableError
 from manege.store.base import Changes
 
-__all__ = ["Database", "Listener", "database_of"]
+__all__ = ["Database", "Listener", "database_of", "not_storable"]
 
 
 class Listener(Protocol):
@@ -78,6 +78,11 @@ class Database(Protocol):
     def close(self) -> None:
         """Give up the right to write. Safe to repeat."""
         ...
+
+
+def not_storable(error: DataError) -> UnprocessableError:
+    """A value, of whoever asked, that the database has no room for, such as a text with a NUL on PostgreSQL."""
+    return UnprocessableError(f"a value cannot be stored or looked for: {error.orig}")
 
 
 def database_of(url: str | Path) -> Database:

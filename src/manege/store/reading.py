@@ -15,13 +15,13 @@ from typing import Any, Self, TypeVar
 
 import orjson
 from sqlalchemy import ColumnElement, Connection, func, inspect, select
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DataError, DBAPIError
 
 from manege.errors import ConfigError, ManegeError, NotFoundError
 from manege.store import rollouts, stored_calls, tables
 from manege.store.base import GatewayState, RolloutPage, Run, RunStats, StoredCall, TerminalPage
 from manege.store.counters import count
-from manege.store.dialect import Database, database_of
+from manege.store.dialect import Database, database_of, not_storable
 from manege.store.expand import expand
 from manege.store.stats import oldest, run_stats
 from manege.types import Call, CallId, Event, GroupId, PolicyVersion, Rollout, RolloutId, RolloutState, RunId
@@ -194,6 +194,8 @@ class StoreReader:
         while True:
             try:
                 return await loop.run_in_executor(self._readers, self._read_now, operation)
+            except DataError as error:
+                raise not_storable(error) from error
             except DBAPIError as error:
                 # What a connection has cached may be what failed.
                 self._reading.dispose()

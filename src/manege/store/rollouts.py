@@ -248,7 +248,9 @@ def _end(connection: Connection, rollout: Rollout, ending: Ending, now_s: float)
 
 def _leave(connection: Connection, rollout: Rollout, ending: Ending, **values: Any) -> None:
     """Nobody runs it any more."""
-    values |= {"message": ending.message, "evidence": dumps({**rollout.evidence, **ending.evidence})}
+    # What a program printed may hold a NUL, which PostgreSQL's text may not.
+    message = None if ending.message is None else ending.message.replace("\0", "\ufffd")
+    values |= {"message": message, "evidence": dumps({**rollout.evidence, **ending.evidence})}
     _set(connection, rollout.spec.id, controller=None, lease_s=None, lease_until_s=None, **values)
 
 

@@ -299,6 +299,10 @@ class SqlStore(StoreReader):
         notes, self._notes = self._notes, []
         try:
             results = await self._write(lambda connection: self._indexer.index(connection, [note for note, _ in notes]))
+        except asyncio.CancelledError:
+            # Closing: they go with the last ones.
+            self._notes[:0] = notes
+            raise
         except StoreError as error:
             _log.warning(kv("calls are not indexed yet", error=error))
             results = [error] * len(notes)

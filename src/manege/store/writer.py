@@ -24,12 +24,12 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Engine
-from sqlalchemy.exc import DBAPIError, IntegrityError
+from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
 
 from manege.errors import StoreError
 from manege.store.base import EVERYTHING, Changes
 from manege.store.changes import take_changes
-from manege.store.dialect import Database
+from manege.store.dialect import Database, not_storable
 
 __all__ = ["Many", "Writer"]
 
@@ -180,17 +180,19 @@ class Writer:
             self._connection = None
 
     def _resolve(self, done: _Done) -> None:
-        if done.changes != Changes():
-            self._committed(done.changes)
-        for pending, result in done.results:
-            if pending.future.done():
-                continue  # The caller gave up waiting; the write stands.
-            if isinstance(result, Exception):
-                pending.future.set_exception(result)
-            else:
-                pending.future.set_result(result)
-        self._is_busy = False
-        self._wake()
+        try:
+            if done.changes != Changes():
+                self._committed(done.changes)
+        finally:
+            for pending, result in done.results:
+                if pending.future.done():
+                    continue  # The caller gave up waiting; the write stands.
+                if isinstance(result, Exception):
+                    pending.future.set_exception(result)
+                else:
+                    pending.future.set_result(result)
+            self._is_busy = False
+            self._wake()
 
 
 def _single(connection: Connection, run: list[_Pending]) -> list[tuple[_Pending, Any]]:
@@ -210,10 +212,12 @@ def _attempt(connection: Connection, operation: Operation) -> Any:
     connection.exec_driver_sql("SAVEPOINT operation")
     try:
         result = operation(connection)
-    except DBAPIError as error:
-        if not isinstance(error, IntegrityError):
-            raise
+    except IntegrityError as error:
         result = error
+    except DataError as error:
+        result = not_storable(error)
+    except DBAPIError:
+        raise
     except Exception as error:
         # Whatever it is, it belongs to this operation's caller and must not fail its neighbours.
         result = error
