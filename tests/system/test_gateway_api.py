@@ -43,6 +43,28 @@ async def finish(client, name, attempt=0, outcome=Outcome.OK, reward=1.0):
     return await client.finish(name, attempt, Ending(outcome=outcome, reward=reward, evidence={"exit_code": 0}))
 
 
+async def test_rollouts_are_listed_by_run_state_group_and_time_in_pages(client, http):
+    created = await client.create_rollouts([spec(f"r{n}", run="xy"[n % 2], group=f"g{n % 3}") for n in range(9)])
+    await client.claim(controller="c", limit=2, lease_s=30)
+    await client.cancel("r2")
+
+    async def listed(**query):
+        answer = await http.get("/api/rollouts", params={"format": "manege", **query})
+        return [each["spec"]["id"] for each in answer.json()["rollouts"]], answer.json()["cursor"]
+
+    assert (await listed(run="y"))[0] == ["r1", "r3", "r5", "r7"]
+    assert (await listed(group="g2"))[0] == ["r2", "r5", "r8"]
+    assert (await listed(state=["running", "cancelled"]))[0] == ["r0", "r1", "r2"]
+    assert (await listed(state="queuing", run="x"))[0] == ["r4", "r6", "r8"]
+    assert (await listed(until_s=created[0].created_s))[0] == []
+    assert len((await listed(since_s=created[0].created_s))[0]) == 9
+    seen, cursor = [], 0
+    while page := (found := await listed(limit=4, after=cursor))[0]:
+        seen, cursor = seen + page, found[1]
+    assert seen == [f"r{n}" for n in range(9)]
+    assert (await http.get("/api/rollouts", params={"format": "manege", "after": -1})).status_code == 422
+
+
 async def test_a_rollout_goes_from_creation_to_the_feed_through_the_client(client, store):
     run = await client.put_run("run", {"agent": {"run": ["true"]}})
     assert await client.get_run("run") == run

@@ -63,6 +63,7 @@ class Acknowledged:
 
     def __init__(self):
         self.created, self.ended, self.events, self.calls, self.version = set(), set(), set(), set(), 0
+        self.seen, self.cursor = [], 0
 
 
 async def work(url, worker, known):
@@ -84,6 +85,15 @@ async def work(url, worker, known):
                 known.ended.add(taken)
 
 
+async def follow(url, known):
+    """One reader of the terminal feed: it goes on from its cursor, wherever the gateway is now."""
+    async with Client(url, OPERATOR_KEY) as client:
+        while True:
+            page = await client.terminal(run="run", after=known.cursor, limit=3, wait_s=5)
+            known.seen += [(rollout.spec.id, rollout.completion) for rollout in page.rollouts]
+            known.cursor = page.cursor
+
+
 async def publish(url, known):
     async with Client(url, OPERATOR_KEY) as client:
         while True:
@@ -97,7 +107,7 @@ async def publish(url, known):
 async def test_every_acknowledged_write_survives_kill_9(tmp_path, num_ended):
     known, gateway = Acknowledged(), Gateway(tmp_path / "store.db")
     workers = [asyncio.create_task(work(gateway.url, worker, known)) for worker in range(6)]
-    workers.append(asyncio.create_task(publish(gateway.url, known)))
+    workers += [asyncio.create_task(task(gateway.url, known)) for task in (publish, follow)]
     while len(known.ended) < num_ended or not known.version:
         await asyncio.sleep(0.01)
     gateway.kill()
@@ -113,6 +123,12 @@ async def test_every_acknowledged_write_survives_kill_9(tmp_path, num_ended):
                 assert (await client.get_rollout(name)).spec.task.input == {"x": "y" * 500}
             page = await client.terminal(run="run", after=0, limit=1000)
             assert known.ended <= {rollout.spec.id for rollout in page.rollouts}
+            reading = asyncio.create_task(follow(gateway.url, known))
+            async with asyncio.timeout(10):
+                while known.cursor < len(page.rollouts):
+                    await asyncio.sleep(0.01)
+            reading.cancel()
+            assert known.seen == [(rollout.spec.id, rollout.completion) for rollout in page.rollouts]
             assert all(r.state is RolloutState.SUCCEEDED and r.reward == 0.5 for r in page.rollouts)
             assert [rollout.completion for rollout in page.rollouts] == list(range(1, len(page.rollouts) + 1))
             calls = await client.calls([name for name, _ in known.calls])
