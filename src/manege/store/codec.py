@@ -31,7 +31,6 @@ __all__ = [
     "ROLLOUT_PAGE",
     "RUN",
     "SPEC",
-    "SPECS",
     "TERMINAL_PAGE",
     "call_record",
     "dump_bytes",
@@ -47,7 +46,6 @@ ROLLOUTS = TypeAdapter(list[Rollout])
 ROLLOUT_PAGE = TypeAdapter(RolloutPage)
 RUN = TypeAdapter(Run)
 SPEC = TypeAdapter(RolloutSpec)
-SPECS = TypeAdapter(list[RolloutSpec])
 TERMINAL_PAGE = TypeAdapter(TerminalPage)
 
 _IDS, _FLOATS = np.dtype("<i4"), np.dtype("<f4")
