@@ -15,9 +15,10 @@ import pytest
 from sqlalchemy import event
 
 from manege.errors import ConfigError, StoreError
+from manege.store.base import Ending
 from manege.store.reading import StoreReader
 from manege.store.sql import SqlStore
-from manege.types import RolloutSpec, Task
+from manege.types import Outcome, RolloutSpec, Task
 from tests.calls import make_call
 
 pytestmark = pytest.mark.anyio
@@ -359,4 +360,17 @@ async def test_a_subscriber_that_fails_keeps_nobody_waiting(tmp_path):
         await store.create_rollouts([spec("a")])
         await store.create_rollouts([spec("b")])
     assert [type(each) for each in failures] == [ZeroDivisionError] * 2
+    await store.close()
+
+
+async def test_nothing_is_remembered_of_rollouts_that_ended(tmp_path):
+    store = await SqlStore.open(tmp_path / "store.db")
+    for number in range(20):
+        name = f"r{number}"
+        await store.create_rollouts([spec(name)])
+        await store.claim(controller="c", limit=1, lease_s=60)
+        await store.add_call(make_call(f"{name}-0", list(range(1000)), [1], rollout=name))
+        await store.finish(name, 0, Ending(outcome=Outcome.OK))  # Before its call is indexed.
+    await store.set_delivered("r19-0", "yes")
+    assert store._indexer._contexts._num_bytes == 0
     await store.close()

@@ -49,6 +49,8 @@ class Indexer:
     def __init__(self) -> None:
         self._contents = Contents()
         self._contexts = _Contexts()
+        self._changed: set[RolloutId] = set()
+        """Rollouts that may have ended: their last calls are yet to be indexed."""
         self._pack = zstandard.ZstdCompressor()
 
     def index(self, connection: Connection, notes: Sequence[Note | None]) -> list[NotFoundError | None]:
@@ -59,6 +61,8 @@ class Indexer:
         while rows := connection.execute(statement).all():
             self._move(connection, rows, delivered)
             taken.update(row.id for row in rows)
+        while self._changed:
+            self._contexts.forget(self._changed.pop())
         missing = {
             call_id
             for call_id, value in delivered.items()
@@ -74,8 +78,7 @@ class Indexer:
         if changes.everything:
             self._contents.forget()
             self._contexts = _Contexts()
-        for rollout_id in changes.rollouts:
-            self._contexts.forget(rollout_id)
+        self._changed |= changes.rollouts
 
     def _move(self, connection: Connection, rows: Sequence[Row[Any]], delivered: dict[CallId, Delivered]) -> None:
         records = [orjson.loads(row.record) for row in rows]
