@@ -18,6 +18,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 from manege.credit_config import CreditConfig
 from manege.errors import ConfigError
 from manege.section import PositiveFloat, PositiveInt, Section
+from manege.train_config import TrainConfig
 
 __all__ = [
     "AgentConfig",
@@ -136,50 +137,6 @@ class ScorerConfig(Section):
     """A rollout with at least this reward counts as a success in the tables."""
 
 
-class TrainConfig(Section):
-    """The optimisation."""
-
-    steps: PositiveInt = 100
-    schedule: Literal["sync"] = "sync"
-    groups: PositiveInt = 4
-    """Groups per step."""
-    group_size: Annotated[int, Field(ge=2)] = 8
-    """Rollouts per group."""
-    mini_batches: PositiveInt = 1
-    """Optimiser steps per batch, each on a part of its rollouts; a rollout is never divided."""
-    max_sample_tokens: PositiveInt | None = None
-    """The longest sample; what lies beyond is counted as truncated. None: what the train engine takes."""
-    learning_rate: PositiveFloat = 2e-5
-    warmup_steps: Annotated[int, Field(ge=0)] = 2
-    """Steps over which the learning rate rises to its value."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    max_grad_norm: PositiveFloat = 1.0
-    frozen: list[str] = Field(default_factory=list)
-    """Parameters whose name contains one of these are not trained."""
-    prefix_tree: bool = True
-    """Compute tokens that samples share as a prefix once."""
-    micro_batch_tokens: PositiveInt = 1024
-    """Tokens (unique ones with the prefix tree) per forward and backward pass."""
-    stop_success: Annotated[float, Field(gt=0, le=1)] | None = None
-    """Stop early when the success rate of the last three steps has this mean; None: never."""
-    checkpoint_every: PositiveInt = 5
-    """Steps between checkpoints; the last step always leaves one."""
-    keep_checkpoints: PositiveInt = 2
-    """Checkpoints kept, the newest ones; each is the model and about twice its size for the optimiser."""
-    max_failed_fraction: Annotated[float, Field(gt=0, le=1)] = 0.5
-    """Stop with a diagnosis when more of a step's rollouts than this have no model call or no verdict."""
-
-    @model_validator(mode="after")
-    def _a_rollout_per_mini_batch(self) -> "TrainConfig":
-        if self.mini_batches > (num_rollouts := self.groups * self.group_size):
-            raise ValueError(
-                f"mini_batches = {self.mini_batches}: a step has groups * group_size = {num_rollouts} rollouts, and "
-                "none is divided"
-            )
-        return self
-
-
 class EvaluationConfig(Section):
     """Held-out evaluation."""
 
@@ -199,8 +156,8 @@ class GatewayConfig(Section):
     """0: a free one."""
     key: str | None = None
     """The operator key; None: made at first start and kept in a file of mode 0600."""
-    engine_url: str | None = None
-    """An engine that speaks vLLM's token wire; None: the local one."""
+    engine_url: str | list[str] | None = None
+    """An engine that speaks vLLM's token wire, or several; None: the local one."""
     store: str | None = None
     """Its database: a path of SQLite, or postgresql://user@host/name, which several gateways may share; None: manege.db
     in the run folder."""
@@ -225,7 +182,9 @@ class ControllerConfig(Section):
     """Who runs the agents."""
 
     slots: PositiveInt = 32
-    """Attempts at once."""
+    """Attempts at once, at most: fewer while the engine is overloaded ..."""
+    min_slots: PositiveInt = 1
+    """... but never fewer than this."""
     lease_s: PositiveFloat = 30
     """A controller that is silent for so long has lost its rollouts."""
     max_attempts: PositiveInt = 2
@@ -273,6 +232,16 @@ class RunConfig(Section):
     @classmethod
     def _absolute(cls, folder: Path | None) -> Path | None:
         return folder.expanduser().absolute() if folder else None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _async_is_off_policy(cls, tree: Any) -> Any:
+        """The default of credit.ratio where samples may be of older weights: see docs/concepts/async.md."""
+        if isinstance(tree, dict) and isinstance(train := tree.get("train"), dict) and train.get("schedule") == "async":
+            credit = tree.get("credit", {})
+            if isinstance(credit, dict) and "ratio" not in credit:
+                return {**tree, "credit": {**credit, "ratio": "decoupled"}}
+        return tree
 
     @property
     def run_folder(self) -> Path:

@@ -176,6 +176,8 @@ class VersionSpan:
 
     first_token: int
     version: PolicyVersion
+    old_cache: bool = False
+    """Over keys and values that older weights had computed (`train.inflight = "keep"`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ sampled it.
 """
 
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -18,7 +18,18 @@ import numpy as np
 from manege.errors import EngineError
 from manege.types import FinishReason, FloatArray, IntArray, PolicyVersion, VersionSpan
 
-__all__ = ["Chunk", "Collector", "Constraint", "Engine", "EngineInfo", "Generation", "Sampling", "Weights", "collect"]
+__all__ = [
+    "Chunk",
+    "Collector",
+    "Constraint",
+    "Engine",
+    "EngineCapabilities",
+    "EngineInfo",
+    "Generation",
+    "Sampling",
+    "Weights",
+    "collect",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +70,8 @@ class Chunk:
     ids: Sequence[int]
     logprobs: Sequence[float]
     version: PolicyVersion
+    old_cache: bool = False
+    """Sampled over keys and values that older weights had computed."""
     finish_reason: FinishReason | None = None
     """Set on the last chunk only."""
     num_cached: int = 0
@@ -95,20 +108,36 @@ class EngineInfo:
     num_running: int = 0
     num_waiting: int = 0
     paused: bool = False
+    cache_usage: float = 0.0
+    """Share of the cache's room that running sequences hold, 0 to 1."""
     stats: dict[str, float] = field(default_factory=dict)
     """Counters since start: prefilled, cached, sampled tokens; seconds busy."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineCapabilities:
+    """What an engine can do; an impossible choice is refused at start."""
+
+    inflight: frozenset[str]
+    """Values of train.inflight: what can become of answers under way when weights change."""
+    weights: frozenset[str]
+    """Kinds of Weights that it loads."""
+
+
 class Engine(Protocol):
     """An inference engine; implementations: local (torch), scripted, upstream (HTTP)."""
+
+    capabilities: EngineCapabilities
 
     def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> AsyncGenerator[Chunk, None]:
         """Sample an answer. Raises at the first step ContextOverflowError if the prompt leaves no room for one token,
         ProtocolError if the constraint cannot be used; EngineError if the engine fails."""
         ...
 
-    async def pause(self) -> None:
-        """Return when no sequence is being decoded; running ones keep their place and go on after `resume`."""
+    async def pause(self, *, keep: bool = False) -> None:
+        """Return when no sequence is being decoded. After `resume`, running answers go on from their ids, under the
+        weights that there are then, with nothing of the old cache; with `keep`, over the keys and values they have.
+        Memory that is not needed for that is free until then."""
         ...
 
     async def resume(self) -> None:
@@ -140,8 +169,9 @@ class Collector:
 
     def add(self, chunk: Chunk) -> None:
         """The next chunk."""
-        if chunk.ids and (not self._spans or self._spans[-1].version != chunk.version):
-            self._spans.append(VersionSpan(first_token=len(self.ids), version=chunk.version))
+        span = VersionSpan(first_token=len(self.ids), version=chunk.version, old_cache=chunk.old_cache)
+        if chunk.ids and (not self._spans or replace(self._spans[-1], first_token=span.first_token) != span):
+            self._spans.append(span)
         self.ids.extend(chunk.ids)
         self._logprobs.extend(chunk.logprobs)
         self._num_cached += chunk.num_cached

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from manege.config import EngineConfig
-from manege.engine.base import Chunk, EngineInfo, Sampling, Weights
+from manege.engine.base import Chunk, EngineCapabilities, EngineInfo, Sampling, Weights
 from manege.engine.constraints import Grammars, Guide
 from manege.engine.local_batch import Batch, LiveSequence
 from manege.engine.threads import ThreadChoice
@@ -51,6 +51,10 @@ _Live = LiveSequence[_Reader]
 
 class LocalEngine:
     """Implements Engine."""
+
+    capabilities = EngineCapabilities(
+        inflight=frozenset({"drain", "abort_continue", "keep"}), weights=frozenset({"shared", "folder"})
+    )
 
     def __init__(
         self,
@@ -111,7 +115,7 @@ class LocalEngine:
                 self._live.discard(sequence)
                 self._post(partial(self._batch.remove, sequence))
 
-    async def pause(self) -> None:
+    async def pause(self, *, keep: bool = False) -> None:
         """See Engine."""
         await self._command(partial(self._set_paused, True))
 

@@ -13,7 +13,7 @@ import zlib
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Sequence
 
-from manege.engine.base import Chunk, EngineInfo, Sampling, Weights
+from manege.engine.base import Chunk, EngineCapabilities, EngineInfo, Sampling, Weights
 from manege.engine.constraints import Grammars, Guide
 from manege.errors import ContextOverflowError, EngineError
 from manege.types import FinishReason, PolicyVersion
@@ -47,6 +47,10 @@ def hashed_reply(*, num_tokens: int, first_id: int, last_id: int, end: Sequence[
 
 class ScriptedEngine:
     """See `engine.base.Engine`. Temperature, top-p and seed change nothing."""
+
+    capabilities = EngineCapabilities(
+        inflight=frozenset({"drain", "abort_continue", "keep"}), weights=frozenset({"shared", "folder"})
+    )
 
     def __init__(
         self,
@@ -99,7 +103,7 @@ class ScriptedEngine:
         finally:
             self.num_running -= 1
 
-    async def pause(self) -> None:
+    async def pause(self, *, keep: bool = False) -> None:
         # A token is sampled between two awaits, so none is under way now.
         self._running.clear()
 

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 
 import orjson
 
-from manege.engine.base import Chunk, Constraint, EngineInfo, Sampling, Weights
+from manege.engine.base import Chunk, Constraint, EngineCapabilities, EngineInfo, Sampling, Weights
 from manege.engine.http1 import HttpClient
 from manege.engine.token_stream import AnswerReader, events, version_number
 from manege.errors import ContextOverflowError, EngineError, ProtocolError
@@ -36,6 +36,10 @@ _Put: TypeAlias = Callable[[Chunk | Exception], None]
 
 class UpstreamEngine:
     """See `engine.base.Engine`."""
+
+    capabilities = EngineCapabilities(
+        inflight=frozenset({"drain", "abort_continue", "keep"}), weights=frozenset({"folder"})
+    )
 
     def __init__(self, url: str, *, version: int = 0) -> None:
         """`url`: root of the server, with or without `/v1`. `version`: of its weights, until the server says."""
@@ -80,7 +84,7 @@ class UpstreamEngine:
             reading.cancel()
             await asyncio.wait({reading})
 
-    async def pause(self) -> None:
+    async def pause(self, *, keep: bool = False) -> None:
         await self._call("POST", "/pause?mode=keep")
 
     async def resume(self) -> None:

@@ -9,7 +9,7 @@ Shape legend: M trained tokens of one sample.
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 from manege.engine.base import Weights
 from manege.trainer.algo.samples import Sample
@@ -31,6 +31,8 @@ class Capabilities:
     """Values of credit.loss that it computes."""
     reference: bool
     """Holds the frozen model that a KL term needs."""
+    publishes: Literal["shared", "folder"]
+    """Kind of its Weights; `shared` ones change under the inference engine's hands, which is paused for a step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

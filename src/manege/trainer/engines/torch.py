@@ -54,7 +54,11 @@ class TorchEngine:
         """`reference`: keep a frozen copy of the model as it is now, for a KL term; `publish_folder`: where an engine
         outside this process reads new weights; None: it shares our memory."""
         self.capabilities = Capabilities(
-            prefix_tree=True, max_sample_tokens=model.context_limit, losses=_LOSSES, reference=reference
+            prefix_tree=True,
+            max_sample_tokens=model.context_limit,
+            losses=_LOSSES,
+            reference=reference,
+            publishes="shared" if publish_folder is None else "folder",
         )
         self._model, self._folder, self._config = model, folder, config
         self._reference = _frozen(model) if reference else None
