@@ -192,6 +192,12 @@ class ControllerConfig(Section):
     keep_workspaces: bool = False
     """Keep what agents left behind, beside their logs in the run folder, for debugging."""
 
+    @model_validator(mode="after")
+    def _bounds_in_order(self) -> "ControllerConfig":
+        if self.min_slots > self.slots:
+            raise ValueError(f"min_slots = {self.min_slots} is more than slots = {self.slots}")
+        return self
+
 
 class SandboxConfig(Section):
     """Isolation of agents."""

@@ -1,21 +1,24 @@
-"""The controller: claims rollouts of a gateway and has them carried out, as many at once as it has slots.
+"""The controller: claims rollouts of a gateway and has them carried out, as many at once as the engine has room for.
 
-Three tasks share the leases and the running attempts; all of them live in one event loop and change that state only
+Four tasks share the leases and the running attempts; all of them live in one event loop and change that state only
 between awaits. `claim` waits at the gateway for work, `renew` prolongs leases and learns which are lost, `reconcile`
-starts and kills what `plan` says. An attempt's lease is held until its end is posted. Cancelling `run` kills all agents
-at once and gives the leases back; nothing is posted for them, so another controller makes new attempts of them.
+starts and kills what `plan` says, `adapt` looks at the engine and moves the number of slots within its bounds (a claim
+that waits meanwhile still brings what it asked for). An attempt's lease is held until its end is posted. Cancelling
+`run` kills all agents at once and gives the leases back; nothing is posted for them, so another controller makes new
+attempts of them.
 """
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from manege.client import Claim, Client
 from manege.config import ControllerConfig, RunConfig, SandboxConfig, parse_config
+from manege.controller.concurrency import Concurrency
 from manege.controller.folders import remove_left_over
 from manege.controller.local import LocalRunner
 from manege.controller.plan import Actions, Lease, plan
@@ -85,6 +88,7 @@ class Controller:
         self._runs: dict[RunId, RunConfig] = {}
         self._reading = asyncio.Lock()
         self._changed = asyncio.Event()
+        self._concurrency = Concurrency(lower=config.min_slots, upper=config.slots)
         self._renew_every_s = min(_RENEW_EVERY_S, config.lease_s / 4)
 
     async def prepare(self, config: RunConfig) -> None:
@@ -99,6 +103,7 @@ class Controller:
                 group.create_task(self._claim_forever(), name="claim rollouts")
                 group.create_task(self._renew_forever(), name="renew leases")
                 group.create_task(self._reconcile_forever(group), name="reconcile attempts")
+                group.create_task(self._adapt_forever(), name="adapt slots")
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from failures
         finally:
@@ -163,6 +168,27 @@ class Controller:
                 self._running[key] = (claim.rollout.attempt, task)
             await self._change(timeout_s=self._renew_every_s)
 
+    async def _adapt_forever(self) -> None:
+        while True:
+            await asyncio.sleep(self._renew_every_s)
+            try:
+                state = await self._client.state()
+            except (UnavailableError, StoreError):  # said by those who cannot do without
+                continue
+            if "engine" not in state:  # a gateway that does not know
+                continue
+            self._adapt(state["engine"], paused=state["paused"])
+
+    def _adapt(self, engine: Mapping[str, Any], *, paused: bool) -> None:
+        before = self._concurrency.limit
+        seen = {name: engine[name] for name in ("running", "waiting", "cache_usage")}
+        self._concurrency.observe(**seen, num_attempts=len(self._held.keys() | self._running.keys()), paused=paused)
+        if (now := self._concurrency.limit) == before:
+            return
+        if now < before or now == self._config.slots:
+            _log.info(kv("attempts at once", limit=now, before=before, **seen))
+        self._notify()
+
     async def _attempt(self, claim: Claim) -> None:
         key = claim.rollout.spec.id
         try:
@@ -203,7 +229,7 @@ class Controller:
             {key: held.lease for key, held in self._held.items()},
             {key: attempt for key, (attempt, _) in self._running.items()},
             now_s=self._clock(),
-            slots=self._config.slots,
+            slots=self._concurrency.limit,
             renew_before_s=self._config.lease_s - self._renew_every_s / 2,
         )
 
