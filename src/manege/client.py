@@ -196,13 +196,15 @@ class Client:
             for view in orjson.loads(answer)
         ]
 
-    async def pause(self, *, drain_s: float = 600) -> None:
-        """Hold new model calls, let those in flight end for at most `drain_s`, pause the engine."""
-        await self._send("POST", "/proxy/pause", {"drain_s": drain_s}, wait_s=drain_s, away=_ENGINE_AWAY)
+    async def pause(self, *, drain_s: float = 600, keep: bool = False) -> dict[str, Any]:
+        """Hold new model calls, let those in flight end for at most `drain_s`, pause the engine; what did not end goes
+        on after `resume`, with `keep` over the cache that it has. Answers the `state`, its counts of rollouts apart."""
+        body = {"drain_s": drain_s, "keep": keep}
+        return orjson.loads(await self._send("POST", "/proxy/pause", body, wait_s=drain_s, away=_ENGINE_AWAY))
 
-    async def resume(self) -> None:
-        """Let everything go on. Safe to call when not paused."""
-        await self._send("POST", "/proxy/resume", {}, away=_ENGINE_AWAY)
+    async def resume(self) -> dict[str, Any]:
+        """Let everything go on. Safe to call when not paused. Answers as `pause` does."""
+        return orjson.loads(await self._send("POST", "/proxy/resume", {}, away=_ENGINE_AWAY))
 
     async def publish(self, weights: Weights) -> PolicyVersion:
         """Give the engine new weights under a new version. Raises ConflictError unless paused."""
@@ -210,7 +212,8 @@ class Client:
         return PolicyVersion(orjson.loads(answer)["version"])
 
     async def state(self, *, run: RunId | None = None) -> dict[str, Any]:
-        """Whether the gateway is paused, its calls in flight and held, the policy version, rollouts per state."""
+        """Whether the gateway is paused, its calls in flight and held, the policy version, how its engines are, and
+        rollouts per state."""
         return orjson.loads(await self._send("GET", "/proxy/state" + (f"?run={run}" if run else "")))
 
     async def context_limit(self, rollout: Rollout) -> int:

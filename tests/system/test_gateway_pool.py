@@ -95,7 +95,7 @@ async def pool_of(store, *letters, mode="tokens"):
     async with AsyncExitStack() as stack:
         serve = serving_engine if mode == "tokens" else lambda letter: chat_engine(letters=letter * 2)
         served = [await stack.enter_async_context(serve(letter)) for letter in letters]
-        pool = EnginePool(None, store)
+        pool = EnginePool({}, store)
         stack.push_async_callback(pool.close)
         await pool.register([Registration(model="m", endpoint=url, mode=mode) for _, url in served])
         yield pool, dict(zip(letters, (engine for engine, _ in served), strict=True))
@@ -139,7 +139,7 @@ async def test_a_call_of_a_lost_engine_is_tried_on_another_and_the_lost_one_is_u
     serve = serving_engine if mode == "tokens" else lambda letter, **at: chat_engine(letters=letter * 2, **at)
     async with AsyncExitStack() as stack:
         _, good = await stack.enter_async_context(serve("y"))
-        pool = EnginePool(None, store)
+        pool = EnginePool({}, store)
         stack.push_async_callback(pool.close)
         async with serve("x") as (_, url):
             port = int(url.rpartition(":")[2])
@@ -158,7 +158,7 @@ async def test_a_call_is_not_tried_again_once_it_has_begun_nor_without_another_e
     first = b'data: {"choices":[{"delta":{"content":"h"}}]}\n\n'
     whole = http_answer(first)
     async with raw_server(whole) as broken, raw_server(whole) as also_broken:
-        pool = EnginePool(None, store)
+        pool = EnginePool({}, store)
         await pool.register([Registration(model="m", endpoint=url) for url in (broken, also_broken)])
         deltas = []
         asked = ModelRequest(
@@ -169,7 +169,7 @@ async def test_a_call_is_not_tried_again_once_it_has_begun_nor_without_another_e
             await pool.forward(source, "s")
         assert ([delta.content for delta in deltas], pool.num_retried) == (["h"], 0)
         await pool.close()
-    pool = EnginePool(None, store)
+    pool = EnginePool({}, store)
     with pytest.raises(UnavailableError, match="POST /api/models"):
         await letter(pool, "s")
 

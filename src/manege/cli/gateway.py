@@ -1,4 +1,4 @@
-"""Serve the agents' model endpoint and the rollout API: over a local model, an engine elsewhere, or bare.
+"""Serve the agents' model endpoint and the rollout API: over a local model, engines elsewhere, or bare.
 
 Bare (`--engine none`), it waits for engines that register themselves with POST /api/models, as Agent Lightning's
 trainer does; `--model` may then be a mere name.
@@ -7,14 +7,14 @@ trainer does; `--model` may then be a mere name.
 import argparse
 import asyncio
 import gc
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
 
-from manege.cli.parts import FolderLock, gateway_serving, local_engine
+from manege.cli.parts import FolderLock, gateway_serving, local_engine, upstream_engines
 from manege.config import EngineConfig, GatewayConfig, ModelConfig
 from manege.engine.base import Engine
-from manege.engine.upstream import UpstreamEngine
 from manege.errors import ModelError
 from manege.model.folder import ModelFolder, open_folder
 
@@ -30,7 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of this verb."""
     parser.add_argument("--model", default=ModelConfig().path, help="model folder or name (default: %(default)s)")
     parser.add_argument(
-        "--engine", metavar="URL", help="an engine that speaks vLLM's token wire, or none; default: local"
+        "--engine",
+        metavar="URL",
+        action="append",
+        help="an engine that speaks vLLM's token wire (again for several), or none; default: local",
     )
     parser.add_argument("--host", default=GatewayConfig().host, help="address to bind (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8400, help="port to bind, 0: any (default: %(default)s)")
@@ -46,9 +49,9 @@ async def execute(arguments: argparse.Namespace) -> int:
     data = arguments.folder.absolute()
     config = GatewayConfig(host=arguments.host, port=arguments.port, key=arguments.operator_key, store=arguments.store)
     with FolderLock(data):
-        folder, engine = await _engine(arguments)
+        folder, engines = await _engines(arguments)
         try:
-            async with gateway_serving(config, folder, engine, data, max_context=None) as server:
+            async with gateway_serving(config, folder, engines, data, max_context=None) as server:
                 console = Console(stderr=True)
                 name = folder if isinstance(folder, str) else folder.path.name
                 console.print(
@@ -59,18 +62,20 @@ async def execute(arguments: argparse.Namespace) -> int:
                 gc.set_threshold(20_000, 20, 20)
                 await asyncio.get_running_loop().create_future()
         finally:
-            if engine is not None:
+            for engine in engines.values():
                 await engine.close()
     return 0
 
 
-async def _engine(arguments: argparse.Namespace) -> tuple[ModelFolder | str, Engine | None]:
+async def _engines(arguments: argparse.Namespace) -> tuple[ModelFolder | str, Mapping[str, Engine]]:
     """The model and what serves it; a name without a folder is enough where nothing is tokenised here."""
     if arguments.engine is None:
-        return await asyncio.to_thread(local_engine, ModelConfig(path=arguments.model), EngineConfig(), seed=0)
-    if arguments.engine != "none":
-        return open_folder(arguments.model), UpstreamEngine(arguments.engine)
+        model = ModelConfig(path=arguments.model)
+        folder, engine = await asyncio.to_thread(local_engine, model, EngineConfig(), seed=0)
+        return folder, {"local": engine}
+    if arguments.engine != ["none"]:
+        return open_folder(arguments.model), upstream_engines(arguments.engine)
     try:
-        return open_folder(arguments.model), None
+        return open_folder(arguments.model), {}
     except ModelError:
-        return arguments.model, None
+        return arguments.model, {}

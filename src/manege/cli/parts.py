@@ -4,7 +4,7 @@ import asyncio
 import fcntl
 import socket
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +41,7 @@ __all__ = [
     "local_engine",
     "serving",
     "train_engine_alone",
+    "upstream_engines",
 ]
 
 
@@ -101,11 +102,12 @@ async def serving(config: RunConfig, *, train: bool) -> AsyncIterator[Parts]:
     """Everything in this process, for as long as the context lasts; a part that fails ends it with its error."""
     async with AsyncExitStack() as stack:
         model_folder = open_folder(config.model.path)
-        engine, train_engine = await asyncio.to_thread(_engines, config, model_folder, train)
-        stack.push_async_callback(engine.close)
+        engines, train_engine = await asyncio.to_thread(_engines, config, model_folder, train)
+        for engine in engines.values():
+            stack.push_async_callback(engine.close)
         server = await stack.enter_async_context(
             gateway_serving(
-                config.gateway, model_folder, engine, config.run_folder, max_context=config.model.max_context
+                config.gateway, model_folder, engines, config.run_folder, max_context=config.model.max_context
             )
         )
         client = await stack.enter_async_context(Client(server.url, server.key))
@@ -121,16 +123,21 @@ def local_engine(model: ModelConfig, config: EngineConfig, *, seed: int) -> tupl
     return folder, _local_engine(_load(model, folder), folder, model, config, seed)
 
 
-def _engines(config: RunConfig, folder: ModelFolder, train: bool) -> tuple[Engine, TrainEngine | None]:
-    """The engine and, over the same weights unless the engine is elsewhere, the train engine."""
+def upstream_engines(urls: str | Sequence[str]) -> Mapping[str, Engine]:
+    """Engines elsewhere, by their addresses."""
+    return {url: UpstreamEngine(url) for url in ([urls] if isinstance(urls, str) else urls)}
+
+
+def _engines(config: RunConfig, folder: ModelFolder, train: bool) -> tuple[Mapping[str, Engine], TrainEngine | None]:
+    """The engines and, over the same weights unless they are elsewhere, the train engine."""
     if config.gateway.engine_url:
-        return UpstreamEngine(config.gateway.engine_url), _train_engine_apart(config, folder) if train else None
+        return upstream_engines(config.gateway.engine_url), _train_engine_apart(config, folder) if train else None
     calm_threads()
     from manege.trainer.engines.torch import TorchEngine
 
     model = _load(config.model, folder)
     trainer = TorchEngine(model, folder, config.train, reference=config.credit.kl > 0) if train else None
-    return _local_engine(model, folder, config.model, config.engine, config.seed), trainer
+    return {"local": _local_engine(model, folder, config.model, config.engine, config.seed)}, trainer
 
 
 def _train_engine_apart(config: RunConfig, folder: ModelFolder) -> TrainEngine:
@@ -189,9 +196,14 @@ class _Served:
 
 @asynccontextmanager
 async def gateway_serving(
-    config: GatewayConfig, folder: ModelFolder | str, engine: Engine | None, data: Path, *, max_context: int | None
+    config: GatewayConfig,
+    folder: ModelFolder | str,
+    engines: Mapping[str, Engine],
+    data: Path,
+    *,
+    max_context: int | None,
 ) -> AsyncIterator[_Served]:
-    """The gateway over an engine, with its key in `data`, and its store unless the config names another. Bare, it has a
+    """The gateway over engines, with its key in `data`, and its store unless the config names another. Bare, it has a
     model's name and no engine: those that take messages register themselves."""
     async with AsyncExitStack() as stack:
         store = await SqlStore.open(config.store or data / "manege.db")
@@ -200,7 +212,7 @@ async def gateway_serving(
         known = None if isinstance(folder, str) else folder
         app = create_app(
             store=store,
-            engine=engine,
+            engine=engines,
             renderer=renderer_for(known) if known else None,
             operator_key=key,
             model_name=known.path.name if known else str(folder),

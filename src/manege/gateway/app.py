@@ -4,7 +4,7 @@ The application owns nothing that it is given: whoever opened the store and the 
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from starlette.applications import Starlette
 
@@ -42,7 +42,7 @@ __all__ = ["create_app"]
 def create_app(
     *,
     store: SqlStore,
-    engine: Engine | None,
+    engine: Engine | Mapping[str, Engine] | None,
     renderer: Renderer | None,
     operator_key: str,
     model_name: str,
@@ -51,9 +51,11 @@ def create_app(
     load_harness: Callable[[str], Harness] = load,
     clock: Callable[[], float] = time.time,
 ) -> Starlette:
-    """Called inside the event loop that will serve it. `app.state.services` holds the parts, `app.state.following` what
-    keeps them as the store says."""
-    pool, gate, progress = EnginePool(engine, store), Gate(clock), Progress(clock)
+    """Called inside the event loop that will serve it. `engine`: one, several by name, or none. `app.state.services`
+    holds the parts, `app.state.following` what keeps them as the store says."""
+    engines = engine if isinstance(engine, Mapping) else {} if engine is None else {"": engine}
+    gate, progress = Gate(clock), Progress(clock)
+    pool = EnginePool(engines, store, gate.open_s)
     presence = Presence(store, gate, progress, clock)
     services = Services(
         store=store,

@@ -1,6 +1,7 @@
 """The gate that model calls pass: open, or closed while weights change (`pauses.py` decides when).
 
-A closed gate holds new calls; those that are inside go on. What is inside and what waits is known with its age.
+A closed gate holds new calls; those that are inside go on. What is inside and what waits is known with its age, and
+what waited with its number and time.
 
 Concurrency: one event loop. No await stands between the check of `paused` and the count of a call as in flight.
 """
@@ -26,6 +27,8 @@ class Pause:
     id: str
     reason: str | None
     since_s: float
+    keep: bool = False
+    """Calls that were still in flight go on over the keys and values that they have."""
     engine_paused: bool = False
     """Calls that were still in flight wait in their engine."""
     version: int | None = None
@@ -44,6 +47,12 @@ class Gate:
         self._closed = False
         self._in_flight: dict[object, float] = {}
         self._held: dict[object, float] = {}
+        self._held_s = self._paused_s = 0.0
+        """Of the calls, and of the pauses, that wait no more."""
+        self._closed_s = 0.0
+        """Since when it is closed, if it is."""
+        self.held_total = 0
+        """Calls that ever waited for the end of a pause, however it ended for them."""
         self.pause: Pause | None = None
         """For which it is closed."""
         self.on_idle: Callable[[], None] = lambda: None
@@ -68,6 +77,15 @@ class Gate:
         """Calls that wait for the end of a pause."""
         return len(self._held)
 
+    @property
+    def held_s(self) -> float:
+        """Seconds that calls have waited in all, those that still wait included."""
+        return self._held_s + len(self._held) * self._clock() - sum(self._held.values())
+
+    def open_s(self) -> float:
+        """A clock that stands still while a pause lasts; only its differences mean something."""
+        return (self._closed_s if self.paused else self._clock()) - self._paused_s
+
     def oldest(self) -> dict[str, float]:
         """Since when the oldest of each kind is here, in seconds since the epoch: `call_in_flight`, `call_held`,
         `pause`; kinds that there are none of are left out."""
@@ -90,12 +108,16 @@ class Gate:
 
     def hold(self, pause: Pause) -> None:
         """New calls wait from now on, for the end of this pause."""
+        if not self.paused:
+            self._closed_s = self._clock()
         self.pause = pause
         self._open.clear()
         self._settled.set()
 
     def release(self) -> None:
         """Let everything go on. Safe to call when not paused."""
+        if self.paused:
+            self._paused_s += self._clock() - self._closed_s
         self.pause = None
         self._open.set()
         self._settled.set()
@@ -112,7 +134,8 @@ class Gate:
             await self._settled.wait()
 
     async def _hold(self, hold_s: float | None) -> None:
-        with self._counted(self._held):
+        self.held_total += 1
+        with self._counted(self._held) as since_s:
             try:
                 async with asyncio.timeout(hold_s):
                     while self.paused and not self._closed:
@@ -121,14 +144,16 @@ class Gate:
                 raise UnavailableError(
                     f"the gateway has been paused for {hold_s:.0f} s (weights are being changed); try again"
                 ) from None
+            finally:
+                self._held_s += self._clock() - since_s
         if self._closed:
             raise UnavailableError("the gateway is shutting down; try again when it is back")
 
     @contextmanager
-    def _counted(self, calls: dict[object, float]) -> Iterator[None]:
+    def _counted(self, calls: dict[object, float]) -> Iterator[float]:
         token = object()
-        calls[token] = self._clock()
+        calls[token] = since_s = self._clock()
         try:
-            yield
+            yield since_s
         finally:
             del calls[token]

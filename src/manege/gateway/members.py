@@ -1,11 +1,13 @@
-"""One engine behind the gateway: how it was registered, how busy it is, whether it answers."""
+"""One engine behind the gateway: how it was registered, how busy and how idle it is, whether it answers."""
 
 import asyncio
 import hashlib
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from manege.engine.base import Engine, Sampling, collect
+from manege.engine.base import Engine, EngineCapabilities, Sampling, collect
 from manege.engine.messages import MessagesEngine
 from manege.engine.upstream import UpstreamEngine
 from manege.errors import ManegeError, UnprocessableError
@@ -18,6 +20,8 @@ CHECK_S = 5.0
 """For the answer of an engine that is asked whether it is back."""
 MAX_EXTRA_CALLS = 4
 """An engine that has this many calls more than twice those of the idlest one is overloaded."""
+
+_MESSAGES_CAPABILITIES = EngineCapabilities(inflight=frozenset({"drain"}), weights=frozenset())
 
 Mode = Literal["tokens", "messages"]
 
@@ -43,18 +47,44 @@ class Registration:
 class Member:
     """An engine and what the pool knows about it; exactly one of `tokens` and `messages` is set."""
 
-    def __init__(self, registration: Registration | None, given: Engine | None = None) -> None:
-        """`given`: the gateway's own engine, which has no registration."""
-        self.name = "" if registration is None else registration.root
-        self.model = "" if registration is None else registration.model
-        self.tokens = given
-        self.messages: MessagesEngine | None = None
+    def __init__(
+        self, name: str, engine: Engine | MessagesEngine, *, model: str = "", clock: Callable[[], float]
+    ) -> None:
+        """`clock`: in seconds, of its idle time."""
+        self.name, self.model = name, model
+        is_messages = isinstance(engine, MessagesEngine)
+        self.tokens = None if is_messages else engine
+        self.messages = engine if is_messages else None
         self.num_running = 0
         self.is_healthy = True
-        if registration is not None and registration.mode == "messages":
-            self.messages = MessagesEngine(registration.endpoint, version=registration.version)
-        elif registration is not None:
-            self.tokens = UpstreamEngine(registration.endpoint, version=registration.version)
+        self._clock = clock
+        self._idle_s, self._idle_since_s = 0.0, clock()
+
+    @classmethod
+    def registered(cls, entry: Registration, clock: Callable[[], float]) -> "Member":
+        """With a client of its own."""
+        kind = MessagesEngine if entry.mode == "messages" else UpstreamEngine
+        return cls(entry.root, kind(entry.endpoint, version=entry.version), model=entry.model, clock=clock)
+
+    @property
+    def capabilities(self) -> EngineCapabilities:
+        """What it can do."""
+        return _MESSAGES_CAPABILITIES if self.tokens is None else self.tokens.capabilities
+
+    @property
+    def idle_s(self) -> float:
+        """Seconds since its start in which it had no call."""
+        return self._idle_s + (0.0 if self.num_running else self._clock() - self._idle_since_s)
+
+    def begin(self) -> None:
+        """It gets a call."""
+        self._idle_s = self.idle_s
+        self.num_running += 1
+
+    def end(self) -> None:
+        """A call of it has ended."""
+        self.num_running -= 1
+        self._idle_since_s = self._clock()
 
     async def check(self) -> bool:
         """Note that it is healthy again, if it is; returns whether."""
@@ -92,7 +122,7 @@ def choose(members: list[Member], session: str) -> Member:
 
 async def probe(entry: Registration) -> None:
     """Raises UnprocessableError for an endpoint that does not answer, or not with one token in mode `tokens`."""
-    member = Member(entry)
+    member = Member.registered(entry, time.monotonic)
     try:
         async with asyncio.timeout(PROBE_S):
             if member.messages is not None:

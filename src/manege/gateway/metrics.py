@@ -18,8 +18,14 @@ METRICS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "manege_rollouts": ("gauge", "Rollouts in the store, by state."),
         "manege_calls_in_flight": ("gauge", "Model calls being answered."),
         "manege_calls_held": ("gauge", "Model calls that wait for the end of a pause."),
+        "manege_calls_held_total": ("counter", "Model calls that ever waited for the end of a pause."),
+        "manege_calls_held_seconds_total": ("counter", "How long they waited, those that still do included."),
         "manege_calls_retried": ("gauge", "Model calls that were tried on a second engine, since the start."),
         "manege_engines_unhealthy": ("gauge", "Engines that failed and have not passed a check since."),
+        "manege_engine_running": ("gauge", "Sequences that the engines decode."),
+        "manege_engine_waiting": ("gauge", "Sequences in the engines' own queues."),
+        "manege_engine_cache_usage": ("gauge", "Share of an engine's cache that sequences hold, 0 to 1; the largest."),
+        "manege_engine_idle_seconds_total": ("counter", "Time in which an engine had no call, but for pauses; mean."),
         "manege_policy_version": ("gauge", "The last published policy version."),
     }
 )

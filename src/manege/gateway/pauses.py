@@ -66,7 +66,7 @@ class Pauses:
             async with self._lock:
                 self._has_paused = True
                 try:
-                    await self._engine.pause()
+                    await self._engine.pause(keep=pause.keep)
                 except EngineError as error:
                     _log.warning(kv("an engine could not be paused again", reason=error))
             # It may have ended meanwhile.
@@ -77,14 +77,18 @@ class Pauses:
         async with self._lock:
             await self._follow()
 
-    async def pause(self, drain_s: float | None, reason: str | None = None) -> None:
-        """Hold new calls everywhere, let those in flight end for at most `drain_s`, then pause the engine. With None,
-        only hold: the caller watches the calls in flight (Agent Lightning's trainer). One that lasts already goes on.
-        Raises ConflictError if resumed meanwhile."""
-        new = Pause(id=secrets.token_hex(8), reason=reason, since_s=self._clock())
+    async def pause(self, drain_s: float | None, reason: str | None = None, *, keep: bool = False) -> None:
+        """Hold new calls everywhere, let those in flight end for at most `drain_s`, then pause the engine, which may
+        `keep` the caches of the others. With None, only hold: the caller watches the calls in flight (Agent Lightning's
+        trainer). One that lasts already goes on. Raises ConflictError if resumed meanwhile, and what an engine raises:
+        then no weights can be published before a pause that works, and `resume` ends it as any other."""
+        new = Pause(id=secrets.token_hex(8), reason=reason, since_s=self._clock(), keep=keep)
 
         def begin(known: Any) -> Any:
-            return asdict(new) if known is None else {**known, "reason": reason or known["reason"]}
+            if known is None:
+                return asdict(new)
+            how = {} if known["engine_paused"] else {"keep": keep}
+            return {**known, **how, "reason": reason or known["reason"]}
 
         pause = Pause(**await self._store.update_value(PAUSE_KEY, begin))
         await self.follow()
@@ -154,10 +158,11 @@ class Pauses:
             _log.info(kv("pausing with calls in flight", num_in_flight=self._gate.num_in_flight, drain_s=drain_s))
 
     async def _pause_engine(self, pause_id: str) -> None:
-        if not self._gate.paused_for(pause_id):
+        pause = self._gate.pause
+        if pause is None or pause.id != pause_id:
             raise _overtaken()
         self._has_paused = True
-        await self._engine.pause()
+        await self._engine.pause(keep=pause.keep)
         try:
             await self._mark(pause_id, engine_paused=True)
         except ConflictError:

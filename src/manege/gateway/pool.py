@@ -1,4 +1,4 @@
-"""The engines behind the gateway: those that were registered, or else the one that it was started with.
+"""The engines behind the gateway: those that were registered, or else those that it was started with.
 
 The calls of a session (a conversation) go to the engine that has its cache, unless that one is overloaded. An engine
 that fails gets no more calls until a check has passed; a call that it failed before the first token is tried once more
@@ -14,7 +14,8 @@ Concurrency: one event loop; `_changing` orders what changes the registry.
 
 import asyncio
 import random
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Sequence
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
@@ -22,6 +23,7 @@ from typing import Any, Protocol, TypeVar
 from manege.engine.base import Chunk, Engine, EngineInfo, Sampling, Weights
 from manege.engine.messages import MessagesEngine
 from manege.errors import EngineAwayError, EngineError, UnavailableError, UnprocessableError
+from manege.gateway.engine_state import EngineState, EngineStates
 from manege.gateway.members import Member, Mode, Registration, choose, probe
 from manege.logs import get_logger, kv
 from manege.store.sql import SqlStore
@@ -57,12 +59,16 @@ class MessagesCall(Protocol[T]):
 
 
 class EnginePool:
-    """See `engine.base.Engine`. Closes what was registered; the engine that it was given belongs to its maker."""
+    """See `engine.base.Engine`. Closes what was registered; the engines that it was given belong to their maker."""
 
-    def __init__(self, engine: Engine | None, store: SqlStore) -> None:
-        """Without an engine of its own it serves once one is registered."""
-        self._given = None if engine is None else Member(None, engine)
-        self._store = store
+    def __init__(
+        self, engines: Mapping[str, Engine], store: SqlStore, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`engines`: its own, by names that stay the same; without any it serves once one is registered. `clock`: in
+        seconds, of the time in which engines could have calls."""
+        self._given = [Member(name, engine, clock=clock) for name, engine in engines.items()]
+        self._store, self._clock = store, clock
+        self._states = EngineStates()
         self._registrations: dict[str, Registration] = {}
         self._members: dict[str, Member] = {}
         self._leaving: set[Member] = set()
@@ -111,7 +117,7 @@ class EnginePool:
             await self._follow()
 
     async def clear(self) -> None:
-        """Forget all endpoints; calls go to the given engine again."""
+        """Forget all endpoints; calls go to the given engines again."""
         async with self._changing:
             await self._store.set_value(MODELS_KEY, [])
             await self._follow()
@@ -146,8 +152,8 @@ class EnginePool:
                     raise
                 member, is_last = await self._other(member, session, error), True
 
-    async def pause(self) -> None:
-        await self._ask_all(lambda engine: engine.pause())
+    async def pause(self, *, keep: bool = False) -> None:
+        await self._ask_all(lambda engine: engine.pause(keep=keep))
 
     async def resume(self) -> None:
         await self._ask_all(lambda engine: engine.resume())
@@ -165,6 +171,10 @@ class EnginePool:
         info = await _tokens(self._choose("")).info()
         return replace(info, num_running=sum(member.num_running for member in self._all()))
 
+    async def state(self) -> EngineState:
+        """Of the engines that serve now."""
+        return await self._states.of(self._serving())
+
     async def refresh(self) -> None:
         """Ask the engines for the version of their weights, which another gateway changed."""
         await asyncio.gather(*(member.check() for member in self._all() if member.tokens is not None))
@@ -173,18 +183,19 @@ class EnginePool:
         if self._checking is not None:
             self._checking.cancel()
             await asyncio.wait({self._checking})
-        await asyncio.gather(*(member.close() for member in self._all() if member is not self._given))
+        self._states.close()
+        await asyncio.gather(*(member.close() for member in self._all() if member not in self._given))
 
     @asynccontextmanager
     async def _using(self, member: Member) -> AsyncIterator[None]:
-        member.num_running += 1
+        member.begin()
         try:
             yield
         except EngineError as error:
             self._lose(member, error)
             raise
         finally:
-            member.num_running -= 1
+            member.end()
             await self._close_if_left(member)
 
     def _choose(self, session: str) -> Member:
@@ -204,14 +215,16 @@ class EnginePool:
         return choose(others, session)
 
     def _lose(self, member: Member, error: EngineError) -> None:
-        if member.is_healthy and member is not self._given and member not in self._leaving:
+        # One that is alone is asked for as long as it is the only choice.
+        is_alone = self._given == [member]
+        if member.is_healthy and not is_alone and member not in self._leaving:
             member.is_healthy = False
             _log.warning(kv("an engine failed and gets no calls until it answers again", url=member.name, reason=error))
             if self._checking is None or self._checking.done():
                 self._checking = asyncio.create_task(self._check_until_healthy(), name="engine-checks")
 
     async def _check_until_healthy(self) -> None:
-        while lost := [member for member in self._members.values() if not member.is_healthy]:
+        while lost := [member for member in [*self._given, *self._members.values()] if not member.is_healthy]:
             await asyncio.sleep(CHECK_INTERVAL_S)
             await asyncio.gather(*(member.check() for member in lost))
             for member in lost:
@@ -219,15 +232,18 @@ class EnginePool:
                     _log.info(kv("an engine answers again", url=member.name))
 
     def _serving(self) -> list[Member]:
-        return list(self._members.values()) or ([] if self._given is None else [self._given])
+        return list(self._members.values()) or self._given
 
     def _all(self) -> list[Member]:
-        return [*([] if self._given is None else [self._given]), *self._members.values(), *self._leaving]
+        return [*self._given, *self._members.values(), *self._leaving]
 
     async def _ask_all(self, ask: Callable[[Engine], Awaitable[None]]) -> None:
         """Each engine is asked, whatever another one answers; then the first failure is raised."""
-        engines = [member.tokens for member in self._all() if member.tokens is not None]
-        for result in await asyncio.gather(*(ask(engine) for engine in engines), return_exceptions=True):
+        asked = {member: ask(member.tokens) for member in self._all() if member.tokens is not None}
+        results = await asyncio.gather(*asked.values(), return_exceptions=True)
+        for member, result in zip(asked, results, strict=True):
+            if isinstance(result, EngineError) and member.name not in str(result):
+                raise type(result)(f"the engine at {member.name} failed: {result}") from result
             if isinstance(result, BaseException):
                 raise result
 
@@ -241,7 +257,7 @@ class EnginePool:
                 await self._close_if_left(member)
         for root, entry in new.items():
             if root not in self._members:
-                self._members[root] = Member(entry)
+                self._members[root] = Member.registered(entry, self._clock)
 
     async def _close_if_left(self, member: Member) -> None:
         if member in self._leaving and member.num_running == 0:

@@ -25,6 +25,7 @@ __all__ = ["proxy_routes"]
 
 class _PauseBody(BaseModel):
     drain_s: Annotated[float, Field(ge=0, le=3600)] | None = None
+    keep: bool = False
     reason: str | None = None
 
 
@@ -64,8 +65,9 @@ class _Proxy:
 
     @takes(_PauseBody)
     async def pause(self, _request: Request, body: _PauseBody) -> Response:
-        """Hold new model calls; with `drain_s`, answer when those in flight have ended and the engine is paused."""
-        await self._services.pauses.pause(body.drain_s, body.reason)
+        """Hold new model calls; with `drain_s`, answer when those in flight have ended, or that time is over, and the
+        engine is paused; what did not end goes on after it, with `keep` over the cache that it has."""
+        await self._services.pauses.pause(body.drain_s, body.reason, keep=body.keep)
         return answer(await self._state())
 
     async def resume(self, _request: Request) -> Response:
@@ -75,8 +77,8 @@ class _Proxy:
 
     @asks(_StateQuery)
     async def state(self, _request: Request, query: _StateQuery) -> Response:
-        """Paused or not, calls in flight and held, policy version, rollouts per state (`?run=` for one run), and how
-        many seconds the oldest thing of each kind has been waiting."""
+        """Paused or not, calls in flight and held, policy version, how busy the engines are, rollouts per state
+        (`?run=` for one run), and how many seconds the oldest thing of each kind has been waiting."""
         counts = await self._services.store.count_rollouts(run=query.run)
         oldest = ages(await self._services.presence.oldest(), self._services.clock())
         rollouts = {str(state): number for state, number in counts.items()}
@@ -91,13 +93,19 @@ class _Proxy:
     @answers(200, _METRICS_TYPE)
     async def metrics(self, _request: Request) -> Response:
         """Counters and gauges in the text format of Prometheus."""
-        gate, store = self._services.gate, self._services.store
+        gate, store, engine = self._services.gate, self._services.store, await self._services.engine.state()
         gauges = {
             "manege_rollouts": await store.count_rollouts(),
             "manege_calls_in_flight": gate.num_in_flight,
             "manege_calls_held": gate.num_held,
+            "manege_calls_held_total": gate.held_total,
+            "manege_calls_held_seconds_total": gate.held_s,
             "manege_calls_retried": self._services.engine.num_retried,
             "manege_engines_unhealthy": self._services.engine.num_unhealthy,
+            "manege_engine_running": engine.running,
+            "manege_engine_waiting": engine.waiting,
+            "manege_engine_cache_usage": engine.cache_usage,
+            "manege_engine_idle_seconds_total": engine.idle_s,
             "manege_policy_version": await store.policy_version(),
         }
         text = render({**self._services.counters.values, **gauges})
@@ -115,6 +123,9 @@ class _Proxy:
             "reason": gate.pause and gate.pause.reason,
             "inflight": gate.num_in_flight + await pauses.num_in_flight_elsewhere(),
             "held": gate.num_held,
+            "held_total": gate.held_total,
+            "held_s": gate.held_s,
+            "engine": await self._services.engine.state(),
             "recorded_since_s": self._services.flights.recorded_since_s,
             "version": await self._services.store.policy_version(),
         }
