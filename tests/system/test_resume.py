@@ -30,7 +30,7 @@ pytestmark = [
 FOLDER = open_folder(str(Path(__file__).parents[1] / "tiny" / "model"))
 NUM_TASKS = 4
 OF_A_LIFE = {
-    *("time_s", "train_s", "collect_s", "update_s", "tokens_per_s", "policy_version"),
+    *("time_s", "train_s", "trainer_idle_s", "update_s", "tokens_per_s", "policy_version"),
     *("gap_by_distance", "gap_mean", "gap_kl"),
 }
 """Metrics that tell when a step was done, and how often before. The gaps are sums over versions, of which there are

@@ -1,8 +1,9 @@
 """Steps of a stored run built again, by the trainer's own code, and what they amount to.
 
-Groups come in the order of their completion, as to the trainer, which waits for all groups of a step before it asks for
-those of the next. A trainer that goes on with another config cancels what was open, and begins its batch anew: so a
-group with a cancelled member, and those of the batch before it, are left out.
+Groups come in the order of their completion, as to the trainer with `sync`, which waits for all groups of a step before
+it asks for those of the next; with `async` a step may have trained others. A trainer that goes on with another config
+cancels what was open, and begins its batch anew: so a group with a cancelled member, and those of the batch before it,
+are left out.
 """
 
 import math
@@ -18,7 +19,7 @@ from manege.config import RunConfig
 from manege.trainer.batch import Batch, build_batch, is_informative
 from manege.trainer.collect import Group
 from manege.trainer.credit import verdict
-from manege.trainer.schedule import SyncSchedule
+from manege.trainer.schedule import Schedule
 from manege.types import TERMINAL, GroupId, Outcome, Rollout
 
 __all__ = ["complete_groups", "rebuild"]
@@ -38,62 +39,42 @@ def complete_groups(rollouts: Sequence[Rollout]) -> Iterator[Sequence[Rollout] |
             yield group
 
 
-class _GaveUp(Exception):
-    """A trainer stopped here."""
-
-
-class _NoMore(Exception):
-    """All stored groups were drawn."""
-
-
-async def _ask_nobody() -> None:
-    """What is asked for is in the store already."""
-
-
-class _Stored:
-    """Groups of the store, one after the other, as the trainer's feed gives them."""
-
-    def __init__(self, stored: StoredRun, *, call_rewards: bool) -> None:
-        self._stored, self._call_rewards = stored, call_rewards
-        self._groups = complete_groups(stored.rollouts)
-
-    async def next_group(self) -> Group:
-        for rollouts in self._groups:
-            if rollouts is None:
-                raise _GaveUp
-            return await self._stored.group(rollouts, call_rewards=self._call_rewards)
-        raise _NoMore
-
-
 async def rebuild(stored: StoredRun, config: RunConfig) -> Sequence[Mapping[str, Any]]:
     """Numbers of every whole step, drawn by the trainer's schedule: those of metrics.py that need no engine, and those
     of `_gradient`."""
-    credit, train = config.credit, config.train
-    feed = _Stored(stored, call_rewards=credit.advantage == "returns")
-
-    def is_worth_training(group: Group) -> bool:
-        return credit.zero_variance == "keep" or is_informative(group, credit, train.max_sample_tokens)
-
+    credit, train = config.credit, config.train.model_copy(update={"schedule": "sync"})
+    names = sorted({rollout.spec.group for rollout in stored.rollouts if rollout.spec.group is not None})
+    indices = {name: index for index, name in enumerate(names)}
     steps: list[Mapping[str, Any]] = []
-    while True:
-        schedule = SyncSchedule(_ask_nobody, feed.next_group, train.groups, keep=is_worth_training)
-        try:
-            drawn = await schedule.next_batch()
-        except _GaveUp:
+    schedule, groups = Schedule(train), dict[int, Group]()
+    for rollouts in complete_groups(stored.rollouts):
+        if rollouts is None:
+            schedule, groups = Schedule(train), {}
             continue
-        except _NoMore:
-            return steps
-        batch = build_batch(
-            drawn.groups,
-            credit,
-            success_reward=config.scorer.success_reward,
-            rng=random.Random(f"{config.seed}:shuffle:{len(steps)}"),
-            num_mini_batches=train.mini_batches,
-            # None where the run has none: no call is longer than its engine takes, so the engine's cuts nothing.
-            max_sample_tokens=train.max_sample_tokens,
-            replaced=drawn.replaced,
-        )
-        steps.append({"refilled_groups": len(drawn.replaced), **batch.metrics, **_gradient(batch, config)})
+        group = await stored.group(rollouts, call_rewards=credit.advantage == "returns")
+        index = indices[group.id]
+        groups[index] = group
+        schedule.ask(index)
+        worth = credit.zero_variance == "keep" or is_informative(group, credit, train.max_sample_tokens)
+        schedule.end(index, None, teaches=worth)
+        if (drawn := schedule.draw(0)) is not None:
+            taken, replaced = ([groups.pop(index) for index in each] for each in (drawn.groups, drawn.replaced))
+            steps.append(_step(taken, replaced, config, len(steps)))
+    return steps
+
+
+def _step(groups: Sequence[Group], replaced: Sequence[Group], config: RunConfig, num_before: int) -> Mapping[str, Any]:
+    batch = build_batch(
+        groups,
+        config.credit,
+        success_reward=config.scorer.success_reward,
+        rng=random.Random(f"{config.seed}:shuffle:{num_before}"),
+        num_mini_batches=config.train.mini_batches,
+        # None where the run has none: no call is longer than its engine takes, so the engine's cuts nothing.
+        max_sample_tokens=config.train.max_sample_tokens,
+        replaced=replaced,
+    )
+    return {"refilled_groups": len(replaced), **batch.metrics, **_gradient(batch, config)}
 
 
 def _gradient(batch: Batch, config: RunConfig) -> Mapping[str, float]:

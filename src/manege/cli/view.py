@@ -116,7 +116,7 @@ def _rate(row: Mapping[str, Any]) -> str:
 def _time_left(steps: Sequence[Mapping[str, Any]], total: int) -> str:
     """An upper bound: most runs stop before their last step."""
     recent = steps[-5:]
-    per_step = sum(row["collect_s"] + row["update_s"] for row in recent) / len(recent)
+    per_step = sum(row["trainer_idle_s"] + row["update_s"] for row in recent) / len(recent)
     return f"at most {max(0, total - steps[-1]['step']) * per_step / 60:.1f} min left"
 
 
@@ -127,5 +127,5 @@ def _line(row: Mapping[str, Any]) -> str:
     return (
         f"step {row['step']:3}  reward {row['reward_mean']:.3f}  success {row['success_rate']:6.1%}  "
         f"{row['num_calls']:4} calls  {row['tokens_per_s']:3.0f} tok/s  "
-        f"{row['collect_s']:.1f} + {row['update_s']:.1f} s"
+        f"{row['trainer_idle_s']:.1f} + {row['update_s']:.1f} s"
     )

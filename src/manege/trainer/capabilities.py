@@ -1,10 +1,12 @@
-"""Refuses, before anything begins, settings that the train engine cannot carry out."""
+"""Refuses, before anything begins, settings that the train engine or the inference engines cannot carry out."""
 
-from manege.config import RunConfig
+from collections.abc import Mapping, Sequence
+
+from manege.config import RunConfig, TrainConfig
 from manege.errors import TrainerError
 from manege.trainer.engines.base import TrainEngine
 
-__all__ = ["check_capabilities"]
+__all__ = ["check_capabilities", "check_engines"]
 
 
 def check_capabilities(config: RunConfig, engine: TrainEngine) -> None:
@@ -26,3 +28,20 @@ def check_capabilities(config: RunConfig, engine: TrainEngine) -> None:
             raise TrainerError(
                 f"{key} = {tokens}: the train engine takes samples of at most {can.max_sample_tokens} tokens"
             )
+
+
+def check_engines(train: TrainConfig, engine: TrainEngine, serving: Mapping[str, Sequence[str]]) -> None:
+    """`serving`: what the gateway says that its engines can do. Raises TrainerError."""
+    if (kind := engine.capabilities.publishes) not in serving["weights"]:
+        raise TrainerError(
+            f"the gateway's engines take {_listed(serving['weights'])} weights, and this train engine gives {kind!r} "
+            "ones; let the gateway serve by an engine that takes them (gateway.engine_url)"
+        )
+    if train.inflight not in serving["inflight"]:
+        raise TrainerError(
+            f"train.inflight = {train.inflight!r}: the gateway's engines can do {_listed(serving['inflight'])}"
+        )
+
+
+def _listed(values: Sequence[str]) -> str:
+    return ", ".join(map(repr, sorted(values))) or "no"

@@ -42,6 +42,8 @@ class AskedGroup:
     """Position in the sequence of tasks; its task and its id follow from it."""
     policy_version: PolicyVersion
     """In service when it was asked for."""
+    oldest: int | None = None
+    """Of its oldest token, as far as is known; None: it may not have begun."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +59,7 @@ class TrainerState:
     tasks_taken: int
     """Position in the endless sequence of shuffled epochs."""
     asked: Sequence[AskedGroup]
-    """Carried over to the next step; the sync schedule leaves none."""
+    """Carried over to the next step; `sync` leaves none."""
     policy_version: PolicyVersion
     """In service after the step."""
     train_s: float

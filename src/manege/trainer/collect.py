@@ -104,6 +104,10 @@ class GroupFeed:
             call_rewards=[await self._earned(rollout.spec.id) for rollout in rollouts if self._earns(rollout)],
         )
 
+    def unfinished(self, group: GroupId) -> Sequence[RolloutId]:
+        """Its members that have not ended, as far as is known here."""
+        return sorted(self._open[group][1]) if group in self._open else []
+
     def _earns(self, rollout: Rollout) -> bool:
         return self._call_rewards and rollout.spec.is_train
 

@@ -1,8 +1,8 @@
 """The training loop, read top to bottom: evaluate, then collect - credit - update - publish until done, then evaluate.
 
-Order of an update: the gateway holds new calls and lets running ones end, the engine steps, the weights are published
-under the next version, everything resumes; `resume` runs whatever happens. A checkpoint is written between steps only,
-so that a resumed run repeats at most the steps since the last one.
+What is under way meanwhile is the intake's (intake.py), what an update is stands in update.py. With `sync` a step's
+groups are asked for when the last update is done, with `async` before it begins, so that agents are always at work. A
+checkpoint is written between steps only, so that a resumed run repeats at most the steps since the last one.
 
 What is asked for has names that follow from the run and from where it is, so a resumed run asks for the same and finds
 what ended or still runs. A stopped run leaves its rollouts open for that.
@@ -37,14 +37,14 @@ from manege.trainer.collect import Group, GroupFeed, new_nonce
 from manege.trainer.diagnosis import check_trained, diagnose
 from manege.trainer.durable import write_text
 from manege.trainer.engines.base import TrainEngine
-from manege.trainer.evaluate import evaluate, wilson
+from manege.trainer.evaluations import Evaluations
+from manege.trainer.intake import Intake, StepGroups
 from manege.trainer.metrics import MetricsFile, read_metrics
 from manege.trainer.objective import objective_of
 from manege.trainer.plot import plot_curve
-from manege.trainer.schedule import Drawn, Schedule, SyncSchedule
-from manege.trainer.tasks import task_order
-from manege.trainer.update import run_update
-from manege.types import GroupId, PolicyVersion, RunId, Task
+from manege.trainer.staleness import staleness_metrics
+from manege.trainer.update import Update, Updates
+from manege.types import PolicyVersion, RunId, Task
 
 __all__ = ["Observer", "Trainer"]
 
@@ -113,6 +113,7 @@ class Trainer:
         self._metrics = MetricsFile(self._paths.metrics)
         self._train_tasks, self._heldout_tasks = train_tasks, heldout_tasks
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="train-engine")
+        self._updates = Updates(client, engine, config.train, objective_of(config.credit), self._in_engine, clock)
         self._max_sample_tokens = config.train.max_sample_tokens or engine.capabilities.max_sample_tokens
         self._warned = False
         self._version, self._config_hash = PolicyVersion(0), config.digest()
@@ -131,6 +132,7 @@ class Trainer:
         """Train to the end; returns all rows of metrics."""
         await self._client.put_run(self._run, self._config.to_json())
         await self._in_engine(remove_unfinished, self._paths.checkpoints)
+        await self._updates.begin()
         await (self._restore() if self._resume else self._begin())
         feed = GroupFeed(
             self._client,
@@ -141,11 +143,32 @@ class Trainer:
             max_attempts=self._config.controller.max_attempts,
             call_rewards=self._config.credit.advantage == "returns",
         )
+        intake = Intake(
+            feed,
+            self._client,
+            self._config,
+            self._train_tasks,
+            lineage=self._lineage,
+            num_taken=self._state.tasks_taken,
+            teaches=self._teaches,
+        )
+        evaluations = Evaluations(
+            self._config,
+            self._heldout_tasks,
+            feed,
+            intake,
+            lineage=self._lineage,
+            metrics=self._paths.metrics,
+            emit=self._emit,
+            on_phase=self._observer.on_phase,
+        )
+        await evaluations.again(self._state.step, self._version)
         if self._state.step == 0:
-            await self._evaluate_all(feed)
-        await self._train(feed)
-        await self._evaluate_all(feed)
+            await evaluations.all(0, self._version)
+        await self._train(intake, evaluations)
         await self._cancel_open(is_ours=True)
+        await intake.finish_evaluations()
+        await evaluations.all(self._state.step, self._version)
         await self._in_engine(self._engine.export, self._paths.model)
         rows = read_metrics(self._paths.metrics)
         plot_curve(rows, self._paths.folder / "curve", title=self._config.name)
@@ -156,35 +179,41 @@ class Trainer:
         gigabytes keeps them in an arena of its own."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
 
-    async def _train(self, feed: GroupFeed) -> None:
-        schedule: Schedule = SyncSchedule(
-            lambda: self._start_group(feed), feed.next_group, self._config.train.groups, keep=self._is_worth_training
-        )
-        for group in self._state.asked:
-            await self._ask(feed, group.index)
+    async def _train(self, intake: Intake, evaluations: Evaluations) -> None:
+        if not self._finished():
+            await intake.ask_again(self._state.asked)
         while not self._finished():
-            await self._evaluate_interim(feed)
+            await evaluations.interim(self._state.step, self._version)
             self._observer.on_phase("collecting rollouts")
             started = self._clock()
-            drawn = await schedule.next_batch()
+            taken = await intake.next_batch(self._version, self._num_left)
+            carried = intake.asked
             collected = self._clock()
-            batch = self._build(drawn)
+            batch = self._build(taken)
+            if self._config.train.schedule == "async":
+                await intake.ask_wanted(self._version, self._num_left - self._config.train.groups)
             self._observer.on_phase("updating the model")
-            update = await self._update(batch)
-            self._finish_step(drawn, batch, update, collected - started, self._clock() - collected)
+            update = await self._update(batch, intake)
+            self._finish_step(taken, carried, batch, update, collected - started, self._clock() - collected)
+            self._state = dataclasses.replace(self._state, tasks_taken=intake.num_taken, asked=intake.asked)
             await self._checkpoint_if_due()
 
-    def _build(self, drawn: Drawn) -> Batch:
+    @property
+    def _num_left(self) -> int:
+        """Groups that the rest of the run trains."""
+        return (self._config.train.steps - self._state.step) * self._config.train.groups
+
+    def _build(self, taken: StepGroups) -> Batch:
         """Raises TrainerError where there is too little to train on."""
-        diagnose([*drawn.groups, *drawn.replaced], self._config.train.max_failed_fraction)
+        diagnose([*taken.groups, *taken.replaced], self._config.train.max_failed_fraction)
         batch = build_batch(
-            drawn.groups,
+            taken.groups,
             self._config.credit,
             success_reward=self._config.scorer.success_reward,
             rng=random.Random(f"{self._config.seed}:shuffle:{self._state.step}"),
             num_mini_batches=self._config.train.mini_batches,
             max_sample_tokens=self._max_sample_tokens,
-            replaced=drawn.replaced,
+            replaced=[*taken.replaced, *taken.dropped],
             decode=self._decode,
         )
         check_trained(batch.ledger, self._config.credit.min_trained_fraction)
@@ -200,67 +229,42 @@ class Trainer:
             )
         return batch
 
-    def _is_worth_training(self, group: Group) -> bool:
+    def _teaches(self, group: Group) -> bool:
         credit = self._config.credit
         return credit.zero_variance == "keep" or is_informative(group, credit, self._max_sample_tokens)
-
-    async def _start_group(self, feed: GroupFeed) -> None:
-        group = AskedGroup(index=self._state.tasks_taken, policy_version=self._version)
-        self._state = dataclasses.replace(self._state, tasks_taken=group.index + 1, asked=[*self._state.asked, group])
-        await self._ask(feed, group.index)
-
-    async def _ask(self, feed: GroupFeed, index: int) -> None:
-        [position] = task_order(len(self._train_tasks), index, 1, seed=self._config.seed)
-        await feed.start(
-            self._train_tasks[position],
-            group=self._group_id(index),
-            size=self._config.train.group_size,
-            is_train=True,
-            temperature=self._config.sampling.temperature,
-        )
-
-    def _group_id(self, index: int) -> GroupId:
-        return GroupId(f"{self._lineage}-{index:06d}")
 
     @property
     def _lineage(self) -> str:
         """What ids begin with. Under another config the same run asks anew: what it has would be of other settings."""
         return hashlib.sha256(f"{self._state.nonce}:{self._config_hash}".encode()).hexdigest()[:8]
 
-    async def _update(self, batch: Batch) -> Mapping[str, Any]:
-        """The optimiser steps and the new weights in service; without a gradient there is nothing to do."""
+    async def _update(self, batch: Batch, intake: Intake) -> Update:
+        """Without a gradient there is nothing to do."""
         if not batch.samples:
             _log.info(kv("step skipped: all rewards of every group are equal", step=self._state.step + 1))
-            return {"optimiser_steps": 0}
-        objective = objective_of(self._config.credit)
-        await self._client.pause()
-        try:
-            report = await self._in_engine(run_update, self._engine, batch.mini_batches, objective)
-            gaps = report.gap_by_distance(self._version)
-            self._version = await self._client.publish(self._engine.publish())
-        finally:
-            await asyncio.shield(self._client.resume())
-        num_steps = sum(bool(part) for part in batch.mini_batches)
-        return {**report.metrics, "gap_by_distance": gaps, "optimiser_steps": num_steps}
+            return Update(version=self._version, metrics={"optimiser_steps": 0})
+        return await self._updates.run(batch.mini_batches, self._version, partial(intake.note_begun, self._version))
 
     def _finish_step(
         self,
-        drawn: Drawn,
+        taken: StepGroups,
+        carried: Sequence[AskedGroup],
         batch: Batch,
-        update: Mapping[str, Any],
-        collect_s: float,
+        update: Update,
+        trainer_idle_s: float,
         update_s: float,
     ) -> None:
-        step = self._state.step + 1
-        ended = {group.id for group in [*drawn.groups, *drawn.replaced]}
+        """`carried`: groups that were under way when the step was drawn."""
+        step, trained = self._state.step + 1, self._version
+        self._version = update.version
         successes = [*self._state.successes, batch.metrics["success_rate"]]
+        step_s = trainer_idle_s + update_s
         self._state = dataclasses.replace(
             self._state,
             config_hash=self._config_hash,
             step=step,
-            asked=[group for group in self._state.asked if self._group_id(group.index) not in ended],
             policy_version=self._version,
-            train_s=self._state.train_s + collect_s + update_s,
+            train_s=self._state.train_s + step_s,
             successes=successes[-_STOP_WINDOW:],
         )
         self._emit(
@@ -269,14 +273,18 @@ class Trainer:
                 "step": step,
                 "policy_version": self._version,
                 "train_s": self._state.train_s,
-                "collect_s": collect_s,
+                "trainer_idle_s": trainer_idle_s,
                 "update_s": update_s,
-                "tokens_per_s": batch.metrics["sampled_tokens"] / max(collect_s, 1e-9),
-                "groups": [group.id for group in drawn.groups],
-                "replaced": [group.id for group in drawn.replaced],
-                "refilled_groups": len(drawn.replaced),
+                "tokens_per_s": batch.metrics["sampled_tokens"] / max(step_s, 1e-9),
+                "rollouts_per_s": batch.metrics["num_rollouts"] / max(step_s, 1e-9),
+                "groups": [group.id for group in taken.groups],
+                "replaced": [group.id for group in taken.replaced],
+                "refilled_groups": len(taken.replaced),
+                "carried_over": len(carried),
+                "carried_age_max": max((trained - group.policy_version for group in carried), default=0),
+                **staleness_metrics(taken.groups, taken.dropped, trained),
                 **batch.metrics,
-                **update,
+                **update.metrics,
             }
         )
 
@@ -291,44 +299,6 @@ class Trainer:
             save = partial(save_checkpoint, num_kept=self._config.train.keep_checkpoints)
             await self._in_engine(save, self._paths.checkpoints, self._engine, self._state)
 
-    async def _evaluate_all(self, feed: GroupFeed) -> None:
-        """At every temperature."""
-        for temperature in self._config.evaluation.temperatures:
-            await self._evaluate(feed, temperature, self._heldout_tasks)
-
-    async def _evaluate_interim(self, feed: GroupFeed) -> None:
-        every, step = self._config.evaluation.every, self._state.step
-        if every and step and step % every == 0:
-            tasks = self._heldout_tasks[: self._config.evaluation.num_interim]
-            await self._evaluate(feed, self._config.evaluation.temperatures[0], tasks)
-
-    async def _evaluate(self, feed: GroupFeed, temperature: float, tasks: Sequence[Task]) -> None:
-        """Unless there is nothing to do, or an earlier life of this run did it at this step."""
-        step, num_tasks = self._state.step, len(tasks)
-        wanted = {"kind": "evaluation", "step": step, "temperature": temperature, "num_tasks": num_tasks}
-        if not tasks or any(wanted.items() <= row.items() for row in read_metrics(self._paths.metrics)):
-            return
-        name = "greedy" if temperature == 0 else f"at temperature {temperature:g}"
-        self._observer.on_phase(f"evaluating {len(tasks)} held-out tasks, {name}")
-        result = await evaluate(
-            feed,
-            tasks,
-            name=f"{self._lineage}-e{step:06d}",
-            temperature=temperature,
-            success_reward=self._config.scorer.success_reward,
-        )
-        low, high = wilson(result.num_success, result.num_tasks)
-        self._emit(
-            {
-                **wanted,
-                "policy_version": self._version,
-                "success_rate": result.success_rate,
-                "low": low,
-                "high": high,
-                "reward_mean": result.reward_mean,
-            }
-        )
-
     def _emit(self, row: Mapping[str, Any]) -> None:
         row = {**row, "time_s": self._clock()}
         self._metrics.write(row)
@@ -336,8 +306,6 @@ class Trainer:
 
     async def _begin(self) -> None:
         self._read_nonce()
-        # A trainer that was killed in its update left the gateway paused.
-        await self._client.resume()
         self._version = PolicyVersion((await self._client.state())["version"])
 
     def _read_nonce(self) -> None:
@@ -360,11 +328,7 @@ class Trainer:
         self._metrics.truncate(step=self._state.step)
         for row in read_metrics(self._paths.metrics):
             self._observer.on_row(row)
-        await self._client.pause()
-        try:
-            self._version = await self._client.publish(self._engine.publish())
-        finally:
-            await asyncio.shield(self._client.resume())
+        self._version = await self._updates.publish()
         if self._version <= self._state.policy_version:
             _log.warning(
                 kv(
@@ -378,5 +342,5 @@ class Trainer:
     async def _cancel_open(self, *, is_ours: bool) -> None:
         """Of this run: what nobody waits for any more, or what was asked for under another config."""
         for rollout in await self._client.open_rollouts(self._run):
-            if rollout.spec.id.startswith(f"{self._lineage}-") is is_ours:
+            if rollout.spec.is_train and rollout.spec.id.startswith(f"{self._lineage}-") is is_ours:
                 await self._client.cancel(rollout.spec.id)

@@ -7,6 +7,7 @@ Shape legend: M trained tokens of one sample.
 """
 
 from collections.abc import Mapping, Sequence, Set
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
@@ -102,6 +103,10 @@ class TrainEngine(Protocol):
     def step(self, batch: Sequence[WeightedSample], objective: Objective) -> StepReport:
         """One optimiser step. Raises TrainerError on a non-finite loss or gradient, with weights and optimiser
         unchanged."""
+        ...
+
+    def undone_on_error(self) -> AbstractContextManager[None]:
+        """Weights and optimiser are as before if the block raises; for several steps that belong together."""
         ...
 
     def publish(self) -> Weights:

@@ -10,7 +10,8 @@ Shape legend: M trained tokens of a micro-batch, U distinct positions that predi
 import copy
 import math
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -112,6 +113,21 @@ class TorchEngine:
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return sums.report(grad_norm=norm, learning_rate=rate)
+
+    @contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """See TrainEngine. Holds a copy of what is trained and of the optimiser meanwhile."""
+        kept = [parameter.detach().clone() for parameter in self._parameters]
+        optimizer, num_steps = copy.deepcopy(self._optimizer.state_dict()), self._num_steps
+        try:
+            yield
+        except BaseException:
+            with torch.no_grad():
+                for parameter, old in zip(self._parameters, kept, strict=True):
+                    parameter.copy_(old)
+            self._optimizer.load_state_dict(optimizer)
+            self._num_steps = num_steps
+            raise
 
     def publish(self) -> Weights:
         """See TrainEngine."""
