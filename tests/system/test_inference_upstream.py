@@ -91,7 +91,7 @@ async def test_weights_change_in_the_middle_of_an_answer(app, direct):
     async with upstream_of(app) as engine:
         chunks = engine.generate(PROMPT, Sampling(max_new_tokens=50))
         first = await anext(chunks)
-        await engine.pause()
+        await engine.pause(keep=True)
         assert (await engine.info()).paused
         await engine.load(Weights(kind="folder", folder="/weights"), PolicyVersion(7))
         assert direct.num_running == 1
@@ -167,7 +167,7 @@ async def test_an_engine_that_fails_during_an_answer_says_so_through_the_stream(
         ("/inference/v1/generate", "{}", "token_ids is None"),
         ("/inference/v1/generate", '{"token_ids": [1], "sampling_params": {"temperature": "hot"}}', "cannot be read"),
         ("/v1/completions", '{"prompt": [1], "structured_outputs": {"choice": ["a"]}}', "structured_outputs is"),
-        ("/pause?mode=abort", "{}", "mode=keep"),
+        ("/pause?mode=freeze", "{}", "want abort, wait or keep"),
         ("/collective_rpc", '{"method": "sleep"}', "only reload_weights"),
         ("/update_weight_version", '{"new_version": "1"}', "no weights to load"),
     ],

@@ -79,7 +79,9 @@ def test_logits_that_are_not_finite_are_an_error(wrong):
 
 @pytest.fixture
 def cache():
-    return KvCache(load_model(open_folder(str(TINY_MODEL))), 4 * 256)
+    cache = KvCache(load_model(open_folder(str(TINY_MODEL))), 4 * 256)
+    cache.grow(1)
+    return cache
 
 
 def tokens(*values):

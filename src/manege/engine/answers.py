@@ -1,8 +1,8 @@
 """The answers of the engine's server, in vLLM's shapes, whole or as a stream of events.
 
 `/inference/v1/generate` speaks of ids only, `/v1/completions` adds text; both carry ids, log-probabilities and the
-versions that sampled them: spans in a whole answer, as vLLM has them; in a stream one `weight_version` per event, which
-vLLM lacks.
+versions that sampled them: spans in a whole answer, as vLLM has them; in a stream one `weight_version` per event, and
+`old_cache` where it holds, which vLLM lacks.
 """
 
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -109,6 +109,7 @@ async def stream(form: Form, chunks: AsyncIterator[Chunk], *, num_prompt: int, h
                 "token_ids": list(chunk.ids),
                 "finish_reason": chunk.finish_reason,
                 "weight_version": str(chunk.version),
+                **({"old_cache": True} if chunk.old_cache else {}),
                 **form.part(chunk.ids, chunk.logprobs, is_last=chunk.finish_reason is not None),
             }
             num_sampled += len(chunk.ids)

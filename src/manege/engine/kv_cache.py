@@ -6,8 +6,10 @@ sequence takes over the row that it extends (the next turn of a conversation), o
 row has (the same system prompt, the same task). Busy rows are kept at the lowest indexes, so that attention over a
 batch is one call over a dense slice: a row is moved in 1 ms, gathering rows would double the cost of every step.
 
-Rows grow together: a longer sequence doubles the capacity and halves their number. Only the worker thread of the
-engine touches the cache.
+Rows grow together: a longer sequence doubles the capacity and halves their number; until there is a first one, the
+cache has no rows and no memory. What is computed never outlives its weights, but for busy rows whose sequences go on
+over it all the same: these are `outdated`, serve no other sequence and hold nothing afterwards. Only the worker thread
+of the engine touches the cache.
 
 Shape legend: R rows, L layers, T capacity, K key-value heads, D head size.
 """
@@ -38,6 +40,8 @@ class Row:
     length: int = 0
     """Tokens whose keys and values are computed."""
     busy: bool = False
+    outdated: bool = False
+    """Older weights computed some of it."""
     last_used: int = 0
 
 
@@ -50,24 +54,30 @@ class KvCache:
         self._model = model
         self._max_tokens = max_tokens
         self._clock = 0
-        self.capacity = min(_FIRST_CAPACITY, max_tokens)
-        self.pool_RL2TKD = self._allocate(self.capacity)
-        self.rows = self._fresh_rows()
+        self.drop()
 
     def drop(self) -> None:
-        """Forget everything: the weights have changed."""
-        first = min(_FIRST_CAPACITY, self._max_tokens)
-        if self.capacity != first:
-            self.capacity = first
-            self.pool_RL2TKD = self._allocate(first)
-        self.rows = self._fresh_rows()
+        """Forget everything and hold no memory until the next `grow`."""
+        self.capacity = 0
+        self.pool_RL2TKD = torch.empty(0)
+        self.rows: list[Row] = []
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def outdate(self) -> None:
+        """The weights have changed: forget what no running sequence needs."""
+        for row in self.rows:
+            if row.busy:
+                row.outdated = row.length > 0
+            else:
+                _empty(row)
 
     def grow(self, num_tokens: int) -> list[Row]:
         """Make room for sequences of that length; returns busy rows that had to go."""
         if num_tokens <= self.capacity:
             return []
         while self.capacity < num_tokens:
-            self.capacity = min(2 * self.capacity, self._max_tokens)
+            self.capacity = min(2 * self.capacity or _FIRST_CAPACITY, self._max_tokens)
         old_RL2TKD, old_rows = self.pool_RL2TKD, self.rows
         self.pool_RL2TKD = self._allocate(self.capacity)
         self.rows = self._fresh_rows()
@@ -87,6 +97,8 @@ class KvCache:
             return None
         source, cached, promised = None, 0, 0
         for row in self.rows:
+            if row.outdated:
+                continue
             common = _common_prefix(row.tokens, tokens[:-1])
             promised = max(promised, common)
             if min(common, row.length) > cached:
@@ -107,8 +119,10 @@ class KvCache:
         return row, cached
 
     def release(self, row: Row, tokens: IntArray) -> None:
-        """The sequence has ended or is taken out; what is computed of it stays reusable."""
+        """The sequence has ended or is taken out; what is computed of it stays reusable, if it is not outdated."""
         row.tokens = tokens[: row.length].copy()
+        if row.outdated:
+            _empty(row)
         row.busy = False
         row.last_used = self._tick()
 
@@ -136,6 +150,10 @@ class KvCache:
     def _tick(self) -> int:
         self._clock += 1
         return self._clock
+
+
+def _empty(row: Row) -> None:
+    row.tokens, row.length, row.outdated = row.tokens[:0], 0, False
 
 
 def _common_prefix(left: IntArray, right: IntArray) -> int:

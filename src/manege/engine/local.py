@@ -80,7 +80,8 @@ class LocalEngine:
             cache_tokens=config.cache_tokens,
             prefill_chunk=config.prefill_chunk,
         )
-        self._paused = False
+        self._paused = self._keeps = False
+        """In a pause that keeps them, running sequences stay in the batch over new weights."""
         # Shared between the threads, under the lock of `_wake`:
         self._wake = threading.Condition()
         self._inbox: list[Callable[[], None]] = []
@@ -117,11 +118,11 @@ class LocalEngine:
 
     async def pause(self, *, keep: bool = False) -> None:
         """See Engine."""
-        await self._command(partial(self._set_paused, True))
+        await self._command(partial(self._pause, keep))
 
     async def resume(self) -> None:
         """See Engine."""
-        await self._command(partial(self._set_paused, False))
+        await self._command(self._resume)
 
     async def load(self, weights: Weights, version: PolicyVersion) -> None:
         """See Engine. `shared`: the weights of the model given at the start were changed in place."""
@@ -137,6 +138,7 @@ class LocalEngine:
             num_running=len(self._batch.running),
             num_waiting=len(self._batch.waiting),
             paused=self._paused,
+            cache_usage=self._batch.cache_usage,
             stats=dict(self._batch.stats),
         )
 
@@ -241,17 +243,26 @@ class LocalEngine:
     def _can_step(self) -> bool:
         return not self._paused and bool(self._batch.running or self._batch.waiting)
 
-    def _set_paused(self, paused: bool) -> None:
-        self._paused = paused
+    def _pause(self, keep: bool) -> None:
+        self._paused, self._keeps = True, keep
+        if not keep:
+            self._batch.clear()
+
+    def _resume(self) -> None:
+        self._paused = self._keeps = False
 
     def _load(self, weights: Weights, version: PolicyVersion) -> None:
+        # Before the weights are touched: reading them may fail half way.
+        if self._keeps:
+            self._batch.outdate()
+        else:
+            self._batch.clear()
         if weights.folder is not None:
             read_weights(self._model, Path(weights.folder))
         elif weights.kind != "shared":
             raise EngineError(
                 f"weights of kind {weights.kind!r} have no folder and are not shared; publish one of both"
             )
-        self._batch.restart()
         self._version = version
 
     def _deliver(self, items: Iterable[tuple[_Live, Chunk | EngineError]]) -> None:

@@ -2,7 +2,7 @@
 
 A step is one forward pass over the next token of every sequence that is being sampled and up to `prefill_chunk` tokens
 of prompts that are being read. Sequences join and leave at every step. A sequence is its token ids; keys and values
-only save work, so one that loses its row (no room, new weights) waits and goes on from its ids.
+only save work, so one that loses its row (no room, a pause) waits and goes on from its ids.
 
 Not thread-safe: only the worker thread of the engine uses it.
 """
@@ -81,12 +81,21 @@ class Batch(Generic[Sink]):
         elif sequence in self.waiting:
             self.waiting.remove(sequence)
 
-    def restart(self) -> None:
-        """The weights have changed: nothing computed is valid, every sequence goes on from its ids."""
+    def clear(self) -> None:
+        """Every running sequence waits, before all others, to go on from its ids; the cache holds no memory."""
         for sequence in reversed(self.running):
             self._requeue(sequence)
         self.running.clear()
         self._cache.drop()
+
+    def outdate(self) -> None:
+        """The weights have changed: only running sequences go on over what the old ones have computed."""
+        self._cache.outdate()
+
+    @property
+    def cache_usage(self) -> float:
+        """Share of the rows that running sequences have."""
+        return min(1.0, len(self.running) / max(1, len(self._cache.rows)))
 
     @torch.inference_mode()
     def step(self, version: PolicyVersion) -> list[tuple[LiveSequence[Sink], Chunk | EngineError]]:
@@ -122,6 +131,8 @@ class Batch(Generic[Sink]):
 
     def _requeue(self, sequence: LiveSequence[Sink]) -> None:
         sequence.row = None
+        if sequence.num_tokens == sequence.num_prompt:
+            sequence.num_cached = None
         self.waiting.appendleft(sequence)
 
     def _admit(self) -> None:
@@ -167,10 +178,19 @@ class Batch(Generic[Sink]):
             num_cached = sequence.num_cached if is_first and sequence.num_cached else 0
             sequence.buffer[sequence.num_tokens] = id
             sequence.num_tokens += 1
+            assert sequence.row is not None
+            old_cache = sequence.row.outdated
             finish = self._finish_reason(sequence, id)
             if finish:
                 self._leave(sequence)
-            chunk = Chunk(ids=[id], logprobs=[logprob], version=version, finish_reason=finish, num_cached=num_cached)
+            chunk = Chunk(
+                ids=[id],
+                logprobs=[logprob],
+                version=version,
+                old_cache=old_cache,
+                finish_reason=finish,
+                num_cached=num_cached,
+            )
             chunks.append((sequence, chunk))
         return chunks
 

@@ -72,6 +72,8 @@ class ScriptedEngine:
         self._version = PolicyVersion(0)
         self._running = asyncio.Event()
         self._running.set()
+        self._keeps = False
+        self._num_clears = 0
         self._closed = False
         self.num_running = 0
         self._stats = {"prefilled": 0.0, "sampled": 0.0}
@@ -85,6 +87,7 @@ class ScriptedEngine:
         ids, finish = self._answer(prompt_ids, sampling, min(room, sampling.max_new_tokens))
         self._stats["prefilled"] += len(prompt_ids)
         self.num_running += 1
+        num_clears, cache_version = -1, self._version
         try:
             for start in range(0, max(len(ids), 1), self._chunk_size):
                 part = ids[start : start + self._chunk_size]
@@ -94,10 +97,13 @@ class ScriptedEngine:
                 if self._closed:
                     raise EngineError("the engine was closed during a generation; start it again")
                 self._stats["sampled"] += len(part)
+                if num_clears != self._num_clears:
+                    num_clears, cache_version = self._num_clears, self._version
                 yield Chunk(
                     ids=part,
                     logprobs=[scripted_logprob(token) for token in part],
                     version=self._version,
+                    old_cache=cache_version != self._version,
                     finish_reason=finish if start + self._chunk_size >= len(ids) else None,
                 )
         finally:
@@ -106,12 +112,16 @@ class ScriptedEngine:
     async def pause(self, *, keep: bool = False) -> None:
         # A token is sampled between two awaits, so none is under way now.
         self._running.clear()
+        self._keeps = keep
+        self._num_clears += not keep
 
     async def resume(self) -> None:
+        self._keeps = False
         self._running.set()
 
     async def load(self, weights: Weights, version: PolicyVersion) -> None:
         self._version = version
+        self._num_clears += not self._keeps
 
     async def info(self) -> EngineInfo:
         return EngineInfo(

@@ -3,8 +3,12 @@
 `POST /inference/v1/generate` and `POST /v1/completions` take token ids and give token ids, log-probabilities and
 versions, streamed if `stream` is set; `structured_outputs` with a `json` schema or a Lark `grammar` constrains them.
 `/pause`, `/resume`, `/is_paused`, `/collective_rpc` (method `reload_weights`), `/reset_prefix_cache`,
-`/update_weight_version` and `/weight_info` change weights. A caller that goes away ends its generation. There are no
-keys: bind it where only the gateway and the trainer reach it.
+`/update_weight_version` and `/weight_info` change weights; `/metrics` says how busy the engine is. A caller that goes
+away ends its generation. There are no keys: bind it where only the gateway and the trainer reach it.
+
+`/pause` takes vLLM's modes: `abort` (vLLM's default) ends running answers with finish reason `abort`, `wait` answers
+when they have ended by themselves, `keep` leaves them connected. What is kept goes on from its ids, or with
+`clear_cache=false` over the keys and values that it has, which its events then say (`old_cache`; vLLM lacks that).
 
 New weights take effect with their version: `reload_weights` notes the folder, `update_weight_version` loads it.
 """
@@ -15,12 +19,15 @@ from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.requests import Request
+from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from manege.engine.answers import Form, TextForm, TokenForm, stream, whole
 from manege.engine.base import Chunk, Constraint, Engine, Sampling, Weights, collect
 from manege.engine.constraints import json_constraint
+from manege.engine.under_way import UnderWay
+from manege.engine.vllm_metrics import write_metrics
 from manege.errors import ProtocolError
 from manege.http import ClientGone, Connection, answer, error_handlers, read_object
 from manege.types import JsonObject, PolicyVersion
@@ -49,6 +56,7 @@ def engine_app(
         "/v1/models": server.models,
         "/is_paused": server.is_paused,
         "/weight_info": server.weight_info,
+        "/metrics": server.metrics,
     }
     routes = [Route(path, _answering(handler), methods=["POST"]) for path, handler in posts.items()]
     routes += [Route(path, _answering(handler), methods=["GET"]) for path, handler in gets.items()]
@@ -60,6 +68,7 @@ class _Server:
         self, engine: Engine, encode: Callable[[str], Sequence[int]], decode: Callable[[Sequence[int]], str]
     ) -> None:
         self._engine = engine
+        self._under_way = UnderWay(engine)
         self._encode = encode
         self._decode = decode
         self._weights: Weights | None = None
@@ -77,17 +86,23 @@ class _Server:
         return await self._answer(request, form, prompt, body, body)
 
     async def pause(self, request: Request) -> JsonObject:
-        if request.query_params.get("mode", "abort") != "keep":
-            raise ProtocolError("only /pause?mode=keep is supported: running answers keep their place")
-        await self._engine.pause()
+        match request.query_params.get("mode", "abort"):
+            case "abort":
+                await self._under_way.abort()
+            case "wait":
+                await self._under_way.drain()
+            case "keep":
+                await self._engine.pause(keep=request.query_params.get("clear_cache", "true").lower() == "false")
+            case mode:
+                raise ProtocolError(f"mode of /pause is {mode!r}; want abort, wait or keep")
         return {"status": "paused"}
 
     async def resume(self, request: Request) -> JsonObject:
-        await self._engine.resume()
+        await self._under_way.resume()
         return {"status": "resumed"}
 
     async def is_paused(self, request: Request) -> JsonObject:
-        return {"is_paused": (await self._engine.info()).paused}
+        return {"is_paused": self._under_way.is_held or (await self._engine.info()).paused}
 
     async def collective_rpc(self, request: Request) -> JsonObject:
         body = await read_object(request)
@@ -114,6 +129,9 @@ class _Server:
     async def weight_info(self, request: Request) -> JsonObject:
         return {"weight_version": str((await self._engine.info()).version)}
 
+    async def metrics(self, request: Request) -> ASGIApp:
+        return PlainTextResponse(write_metrics(await self._engine.info()))
+
     async def health(self, request: Request) -> JsonObject:
         await self._engine.info()
         return {}
@@ -126,7 +144,7 @@ class _Server:
     async def _answer(
         self, request: Request, form: Form, prompt_ids: Sequence[int], body: JsonObject, params: JsonObject
     ) -> ASGIApp:
-        chunks = self._engine.generate(prompt_ids, _sampling(params))
+        chunks = self._under_way.generate(prompt_ids, _sampling(params))
         if body.get("stream"):
             has_usage = bool((body.get("stream_options") or {}).get("include_usage"))
             events = stream(form, chunks, num_prompt=len(prompt_ids), has_usage=has_usage)

@@ -3,10 +3,12 @@
 An event carries one or more tokens of the one choice, one log-probability for each; both token wires are read,
 `/inference/v1/generate` (`logprobs.content`) and `/v1/completions` (`logprobs.token_logprobs`). The last events carry
 the finish reason, then the usage. Nothing is guessed: ids without log-probabilities, a count that disagrees with the
-usage, or an end without a finish reason is an EngineError.
+usage, or an end without both is an EngineError. The usage without a finish reason is how vLLM ends an answer that it
+aborts.
 
-The version of a token is what its event says (`weight_version`, ours), or else the version that the client knows when
-the event arrives. vLLM tells the versions of all tokens with the last one; if they disagree, the answer is an error.
+The version of a token is what its event says (`weight_version`, ours, with `old_cache`), or else the version that the
+client knows when the event arrives; then the cache is old if that is not the version when the answer was asked for.
+vLLM tells the versions of all tokens with the last one; if they disagree, the answer is an error.
 """
 
 from collections.abc import AsyncIterator, Sequence
@@ -51,9 +53,10 @@ def _check_line(line: bytes, url: str) -> None:
 class AnswerReader:
     """Reads one answer, event by event."""
 
-    def __init__(self, url: str) -> None:
-        """`url`: for error messages."""
+    def __init__(self, url: str, version: PolicyVersion) -> None:
+        """`url`: for error messages. `version`: known when the answer was asked for."""
         self._url = url
+        self._first_version = version
         self._versions: list[PolicyVersion] = []
         """Of each token so far."""
         self._finish: FinishReason | None = None
@@ -83,6 +86,8 @@ class AnswerReader:
         chunk = self._read_choice(event["choices"][0], version) if event["choices"] else None
         if usage := event.get("usage"):
             self._read_usage(usage)
+            if not event["choices"]:
+                self._finish = self._finish or FinishReason.ABORT
         return chunk
 
     def _read_choice(self, choice: JsonObject, version: PolicyVersion) -> Chunk | None:
@@ -94,12 +99,15 @@ class AnswerReader:
             )
         if any(logprob is None or logprob <= _UNKNOWN_LOGPROB for logprob in logprobs):
             raise EngineError(f"{self._url} does not know the log-probability of a token that it sampled")
-        version = version_number(choice.get("weight_version"), version)
+        if "weight_version" in choice:
+            version, old_cache = version_number(choice["weight_version"], version), bool(choice.get("old_cache"))
+        else:
+            old_cache = version != self._first_version
         self._versions += [version] * len(ids)
         if choice.get("finish_reason"):
             self._finish = FinishReason(choice["finish_reason"])
         self._check_versions(choice.get("weight_versions") or ())
-        return Chunk(ids=ids, logprobs=logprobs, version=version) if ids else None
+        return Chunk(ids=ids, logprobs=logprobs, version=version, old_cache=old_cache) if ids else None
 
     def _read_usage(self, usage: JsonObject) -> None:
         details = usage.get("prompt_tokens_details") or {}

@@ -9,6 +9,12 @@ cannot change.
 A server that was restarted has the weights that it starts with: when a connection was lost, it is asked for its version
 before the next call, and given the last weights again if it has older ones.
 
+A pause ends the answers under way (mode `abort`); each goes on after it with a request for the rest (`partial`). With
+`keep` they stay in the server (mode `keep`), and what comes of them under new weights has an old cache. While some are
+kept, vLLM cannot reset its cache of prefixes and does not say so
+(https://docs.vllm.ai/en/stable/training/async_rl/ has the modes). So prefixes have the version as their salt, which
+keeps those of old weights from new requests, and nothing is asked of a server during a pause of ours.
+
 A task reads each answer as it arrives, however slowly its caller takes it, so that a token has the version of the
 weights that were in use when it came.
 """
@@ -16,13 +22,16 @@ weights that were in use when it came.
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import orjson
 
 from manege.engine.base import Chunk, Constraint, EngineCapabilities, EngineInfo, Sampling, Weights
 from manege.engine.http1 import HttpClient
+from manege.engine.partial import PartialAnswer
 from manege.engine.token_stream import AnswerReader, events, version_number
+from manege.engine.vllm_metrics import num_waiting_and_usage
 from manege.errors import ContextOverflowError, EngineError, ProtocolError
 from manege.logs import get_logger, kv
 from manege.types import JsonObject, PolicyVersion
@@ -55,21 +64,21 @@ class UpstreamEngine:
         self._learning = asyncio.Lock()
         self._has_generate = True
         self._num_running = 0
+        self._open = asyncio.Event()
+        """Not paused from here."""
+        self._open.set()
+        self._num_pauses = 0
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> AsyncGenerator[Chunk, None]:
-        async with self._learning:
-            if not self._is_known:
-                await self._read_model()
+        await self._learn()
         room = self._context_limit - len(prompt_ids)
         if room < 1:
             raise ContextOverflowError(
                 f"the prompt has {len(prompt_ids)} tokens and the context {self._context_limit}; shorten the prompt"
             )
-        params = _params(sampling, min(sampling.max_new_tokens, room))
+        answer = PartialAnswer(prompt_ids, replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room)))
         arrived: asyncio.Queue[Chunk | Exception] = asyncio.Queue()
-        reading = asyncio.create_task(
-            self._read_answer(list(prompt_ids), params, arrived.put_nowait), name="engine-answer"
-        )
+        reading = asyncio.create_task(self._read_answer(answer, arrived.put_nowait), name="engine-answer")
         self._num_running += 1
         try:
             while True:
@@ -85,11 +94,25 @@ class UpstreamEngine:
             await asyncio.wait({reading})
 
     async def pause(self, *, keep: bool = False) -> None:
-        await self._call("POST", "/pause?mode=keep")
+        """See Engine. Raises EngineError if the server cannot pause."""
+        self._open.clear()
+        self._num_pauses += 1
+        path = "/pause?mode=keep&clear_cache=false" if keep else "/pause?mode=abort&clear_cache=true"
+        try:
+            status, reply = await self._send("POST", path)
+            if status == 404:
+                raise EngineError(f"{self._url} has no /pause; start vLLM with VLLM_SERVER_DEV_MODE=1")
+            _checked(status, reply, self._url + path)
+        except BaseException:
+            self._open.set()
+            raise
 
     async def resume(self) -> None:
-        status, reply = await self._send("POST", "/resume")
-        # A server that cannot pause (vLLM without VLLM_SERVER_DEV_MODE) need not resume.
+        try:
+            status, reply = await self._send("POST", "/resume")
+        finally:
+            self._open.set()
+        # A server that cannot pause need not resume.
         if status != 404:
             _checked(status, reply, f"{self._url}/resume")
 
@@ -104,17 +127,29 @@ class UpstreamEngine:
 
     async def info(self) -> EngineInfo:
         await self._read_model()
-        paused = await self._call("GET", "/is_paused")
+        # vLLM tells whether it is paused only with VLLM_SERVER_DEV_MODE.
+        status, reply = await self._send("GET", "/is_paused")
+        paused = status != 404 and _checked(status, reply, f"{self._url}/is_paused").get("is_paused")
+        status, metrics = await self._send("GET", "/metrics")
+        num_waiting, cache_usage = num_waiting_and_usage(metrics.decode() if status == 200 else "")
         return EngineInfo(
             model=self._model,
             context_limit=self._context_limit,
             version=self._version,
             num_running=self._num_running,
-            paused=bool(paused.get("is_paused")),
+            num_waiting=num_waiting,
+            cache_usage=cache_usage,
+            paused=bool(paused),
         )
 
     async def close(self) -> None:
         await self._http.close()
+        self._open.set()
+
+    async def _learn(self) -> None:
+        async with self._learning:
+            if not self._is_known:
+                await self._read_model()
 
     async def _read_model(self) -> None:
         models = await self._call("GET", "/v1/models")
@@ -134,29 +169,44 @@ class UpstreamEngine:
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise EngineError(f"{self._url}/v1/models answered in a shape that is not vLLM's: {error!r}") from error
 
-    async def _read_answer(self, prompt_ids: list[int], params: JsonObject, put: _Put) -> None:
+    async def _read_answer(self, answer: PartialAnswer, put: _Put) -> None:
+        def put_all(chunk: Chunk) -> None:
+            for each in answer.add(chunk):
+                put(each)
+
         try:
-            if self._has_generate:
-                body = {"token_ids": prompt_ids, "sampling_params": {**params, "logprobs": 0}}
-                if await self._stream("/inference/v1/generate", body, put):
-                    return
-                self._has_generate = False
-                _log.info(kv("the engine has no token wire; using text completions with token ids", url=self._url))
-            body = {"model": self._model, "prompt": prompt_ids, **params, "logprobs": 0, "return_token_ids": True}
-            if not await self._stream("/v1/completions", body, put):
-                raise EngineError(f"{self._url} serves neither /inference/v1/generate nor /v1/completions")
+            while not answer.is_whole:
+                await self._open.wait()
+                await self._learn()
+                num_pauses = self._num_pauses
+                prompt_ids, sampling = answer.request()
+                await self._read_part(prompt_ids, _params(sampling), put_all)
+                answer.end_request(by_pause=num_pauses != self._num_pauses)
         except Exception as error:  # whatever it is, it belongs to the caller, who would wait for ever
             self._forget()
             put(error)
+
+    async def _read_part(self, prompt_ids: Sequence[int], params: JsonObject, put: Callable[[Chunk], None]) -> None:
+        if self._has_generate:
+            body = {"token_ids": prompt_ids, "sampling_params": {**params, "logprobs": 0}}
+            if await self._stream("/inference/v1/generate", body, put):
+                return
+            self._has_generate = False
+            _log.info(kv("the engine has no token wire; using text completions with token ids", url=self._url))
+        body = {"model": self._model, "prompt": prompt_ids, **params, "logprobs": 0, "return_token_ids": True}
+        if not await self._stream("/v1/completions", body, put):
+            raise EngineError(f"{self._url} serves neither /inference/v1/generate nor /v1/completions")
 
     def _forget(self) -> None:
         """It may have been restarted, or have got new weights from elsewhere."""
         self._is_known = False
 
-    async def _stream(self, path: str, body: JsonObject, put: _Put) -> bool:
+    async def _stream(self, path: str, body: JsonObject, put: Callable[[Chunk], None]) -> bool:
         """Read an answer; False: the server does not serve the path."""
         url = self._url + path
-        body = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        stream = {"stream": True, "stream_options": {"include_usage": True}, "cache_salt": f"version {self._version}"}
+        body = {**body, **stream}
+        reader = AnswerReader(url, self._version)
         status, parts = await self._http.stream(path, orjson.dumps(body))
         async with aclosing(parts):
             if status >= 300:
@@ -166,7 +216,6 @@ class UpstreamEngine:
                 if status == 400 and "structured_outputs" in body.get("sampling_params", body):
                     raise ProtocolError(f"the engine refuses the form of the answer: {_beginning(text)}")
                 raise EngineError(f"{url} answered {status}: {_beginning(text)}")
-            reader = AnswerReader(url)
             async for data in events(parts, url):
                 if chunk := reader.feed(data, self._version):
                     put(chunk)
@@ -194,12 +243,12 @@ def _beginning(reply: bytes) -> str:
     return reply[:500].decode(errors="replace")
 
 
-def _params(sampling: Sampling, max_new_tokens: int) -> dict[str, Any]:
+def _params(sampling: Sampling) -> dict[str, Any]:
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
-        "max_tokens": max_new_tokens,
+        "max_tokens": sampling.max_new_tokens,
         "stop_token_ids": sorted(sampling.stop_ids),
         "stop": list(sampling.stop_strings),
         "include_stop_str_in_output": True,
