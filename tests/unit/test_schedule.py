@@ -1,126 +1,284 @@
-"""Which groups a step trains on, and that a group is what its id says, whatever ends first."""
+"""Which groups a step trains on, how old they may be, and that something can always be trained."""
 
 import random
 
 import pytest
 
-from manege.store.base import Ending
-from manege.trainer.collect import Group, GroupFeed
-from manege.trainer.schedule import SyncSchedule
-from manege.types import Outcome, Rollout, RolloutId, RolloutSpec, RolloutState, Task
+from manege.config import TrainConfig
+from manege.trainer.schedule import Drawn, Schedule
 
-pytestmark = pytest.mark.anyio
+ALL_LEFT = 10**6
 
 
-def group_of(index):
-    task = Task(id=str(index), input={})
-    spec = RolloutSpec(id=f"g-{index:06d}-0", run="run", task=task, group=f"g-{index:06d}")
-    rollout = Rollout(spec=spec, state=RolloutState.SUCCEEDED, attempt=0, created_s=0)
-    return Group(task=task, rollouts=[rollout], calls=[[]])
+def schedule(groups=2, **settings):
+    return Schedule(TrainConfig(groups=groups, **settings))
+
+
+def async_schedule(groups=2, **settings):
+    return schedule(groups, schedule="async", **settings)
 
 
 class Tasks:
-    """Groups that end in some order; a group is worth training on if its task says so."""
+    """Groups that end in some order; a group teaches something if its task does."""
 
-    def __init__(self, worth, order=None):
-        self.worth, self.order = worth, order
+    def __init__(self, made, worth, order=None):
+        self.made, self.worth, self.order = made, worth, order
         self.open, self.num_started = [], 0
 
-    async def start(self):
-        self.open.append(group_of(self.num_started))
-        self.num_started += 1
-
-    async def next(self):
-        return self.open.pop(self.order.randrange(len(self.open)) if self.order else 0)
-
-    def keep(self, group):
-        return self.worth[int(group.task.id) % len(self.worth)]
-
-
-def ids(groups):
-    return [int(group.task.id) for group in groups]
+    def next_step(self):
+        while (drawn := self.made.draw(0)) is None:
+            for _ in range(self.made.wanted(ALL_LEFT, begins=0, trains=0)):
+                self.made.ask(self.num_started)
+                self.open.append(self.num_started)
+                self.num_started += 1
+            index = self.open.pop(self.order.randrange(len(self.open)) if self.order else 0)
+            self.made.end(index, 0, teaches=self.worth[index % len(self.worth)])
+        return drawn
 
 
-async def test_constant_groups_are_kept_unless_a_run_says_otherwise():
-    tasks = Tasks([False])
-    drawn = await SyncSchedule(tasks.start, tasks.next, 3).next_batch()
-    assert (ids(drawn.groups), ids(drawn.replaced)) == ([0, 1, 2], [])
+# ---- sync: a step's groups do not depend on what ends first
 
 
-async def test_a_constant_group_is_replaced_by_the_next_task_until_the_step_is_full():
-    tasks = Tasks([True, False, False, True, True, False])
-    schedule = SyncSchedule(tasks.start, tasks.next, 3, keep=tasks.keep)
-    drawn = await schedule.next_batch()
-    assert (ids(drawn.groups), ids(drawn.replaced)) == ([0, 3, 4], [1, 2])
+def test_a_step_takes_all_groups_when_all_have_ended():
+    made = schedule(3)
+    assert made.wanted(ALL_LEFT, begins=0, trains=0) == 3
+    for index in range(3):
+        made.ask(index)
+    assert made.wanted(ALL_LEFT, begins=0, trains=0) == 0
+    for index in (2, 0):
+        made.end(index, 0)
+        assert made.draw(0) is None
+    made.end(1, 0)
+    assert made.draw(0) == Drawn(groups=[0, 1, 2], replaced=[])
+    assert made.wanted(ALL_LEFT, begins=0, trains=0) == 3
+
+
+def test_no_more_groups_are_asked_for_than_the_run_still_trains():
+    assert async_schedule(4, async_groups=8).wanted(5, begins=0, trains=0) == 5
+
+
+def test_groups_that_begin_before_a_version_are_no_more_than_the_steps_after_it_can_train():
+    """Two per step, three under way; while the step that publishes version 8 is made, groups begin under version 7."""
+    made = async_schedule(2, async_groups=6, max_staleness=2)
+    for index in range(3):
+        made.ask(index)
+    assert made.wanted(ALL_LEFT, begins=7, trains=7) == 3
+    assert made.wanted(ALL_LEFT, begins=7, trains=8) == 1, "they train at versions 8 and 9"
+
+
+def test_a_constant_group_is_replaced_by_the_next_task_until_the_step_is_full():
+    tasks = Tasks(schedule(3), [True, False, False, True, True, False])
+    assert tasks.next_step() == Drawn(groups=[0, 3, 4], replaced=[1, 2])
     assert (tasks.num_started, tasks.open) == (5, [])
-    drawn = await schedule.next_batch()
-    assert (ids(drawn.groups), ids(drawn.replaced)) == ([6, 9, 10], [5, 7, 8])
+    assert tasks.next_step() == Drawn(groups=[6, 9, 10], replaced=[5, 7, 8])
 
 
-async def test_replacing_ends_after_two_per_group_and_the_step_takes_what_there_is():
-    tasks = Tasks([False])
-    drawn = await SyncSchedule(tasks.start, tasks.next, 2, keep=tasks.keep).next_batch()
-    assert (ids(drawn.groups), ids(drawn.replaced)) == ([4, 5], [0, 1, 2, 3])
+def test_replacing_ends_after_two_per_group_and_the_step_takes_what_there_is():
+    tasks = Tasks(schedule(2), [False])
+    assert tasks.next_step() == Drawn(groups=[4, 5], replaced=[0, 1, 2, 3])
     assert (tasks.num_started, tasks.open) == (6, [])
 
 
 @pytest.mark.parametrize("worth", [[True], [True, False, False, True, True, False], [False], [False] * 5 + [True]])
-async def test_what_a_step_trains_does_not_depend_on_the_order_of_completion(worth):
+def test_what_a_step_trains_does_not_depend_on_the_order_of_completion(worth):
     steps = []
     for seed in range(30):
-        tasks = Tasks(worth, random.Random(seed) if seed else None)
-        schedule = SyncSchedule(tasks.start, tasks.next, 3, keep=tasks.keep)
-        drawn = [await schedule.next_batch() for _ in range(3)]
-        steps.append([(ids(each.groups), ids(each.replaced)) for each in drawn])
+        tasks = Tasks(schedule(3), worth, random.Random(seed) if seed else None)
+        steps.append([tasks.next_step() for _ in range(3)])
         assert not tasks.open
     assert all(each == steps[0] for each in steps)
-    used = [index for groups, replaced in steps[0] for index in (*groups, *replaced)]
+    used = [index for drawn in steps[0] for index in (*drawn.groups, *drawn.replaced)]
     assert sorted(used) == list(range(tasks.num_started))
 
 
-async def test_groups_are_keyed_by_id_whatever_the_order_of_completion(client):
-    feed = GroupFeed(client, "run", cursor=0, reward_from="scorer", max_attempts=1)
-    for name in ("a", "b", "c"):
-        await feed.start(Task(id=name, input={}), size=2, is_train=True, temperature=1.0)
-    claims = await client.claim(controller="c", limit=6, lease_s=30)
-    by_task = {name: [c.rollout for c in claims if c.rollout.spec.task.id == name] for name in ("a", "b", "c")}
-    order = [("c", 1), ("a", 1), ("b", 0), ("c", 0), ("b", 1), ("a", 0)]
-    for reward, (name, member) in enumerate(order):
-        await client.finish(
-            RolloutId(by_task[name][member].spec.id), 0, Ending(outcome=Outcome.OK, reward=float(reward))
-        )
-    groups = [await feed.next_group() for _ in range(3)]
-    assert [group.task.id for group in groups] == ["c", "b", "a"]
-    assert [[rollout.reward for rollout in group.rollouts] for group in groups] == [[3, 0], [2, 4], [5, 1]]
-    for group in groups:
-        assert len({rollout.spec.group for rollout in group.rollouts}) == 1
+# ---- async
 
 
-async def ask(client, cursor, *names):
-    feed = GroupFeed(client, "run", cursor=cursor, reward_from="scorer", max_attempts=1)
-    for name in names:
-        await feed.start(Task(id=name, input={}), group=name, size=2, is_train=True, temperature=1.0)
-    return feed
+def test_a_step_begins_as_soon_as_enough_groups_have_ended_and_others_go_on():
+    made = async_schedule(2, async_groups=5)
+    for index in range(5):
+        made.ask(index)
+    made.end(3, 0)
+    assert made.draw(0) is None
+    made.end(1, 0)
+    assert made.draw(0) == Drawn(groups=[1, 3], replaced=[])
+    assert sorted(made.under_way) == [0, 2, 4]
+    assert made.wanted(ALL_LEFT, begins=0, trains=0) == 2
 
 
-async def end(client, rollout_id, reward):
-    await client.finish(RolloutId(rollout_id), 0, Ending(outcome=Outcome.OK, reward=reward))
+def test_of_those_that_have_ended_the_oldest_go_first():
+    made = async_schedule(2, async_groups=6)
+    for index, oldest in enumerate([7, 5, 6, 5, 8]):
+        made.ask(index)
+        made.end(index, oldest)
+    assert made.draw(8) == Drawn(groups=[1, 3], replaced=[])
+    assert made.draw(9) == Drawn(groups=[0, 2], replaced=[])
 
 
-@pytest.mark.parametrize("cursor", ["the start", "the end"])
-async def test_a_group_that_is_asked_for_again_is_found_as_it_is(client, cursor):
-    """Members that ended before are neither waited for nor counted twice, wherever the feed is read from."""
-    await ask(client, 0, "a", "b", "c")
-    await client.claim(controller="c", limit=6, lease_s=30)
-    for rollout_id in ("b-1", "b-0", "a-1"):
-        await end(client, rollout_id, 1.0)
-    num_ended = (await client.terminal(run="run", after=0, limit=1)).num_ended
-    assert num_ended == 3
-    feed = await ask(client, 0 if cursor == "the start" else num_ended, "a", "b", "c")
-    assert len((await client.terminal(run="run", after=0)).rollouts) == 3
-    assert len(await client.open_rollouts("run")) == 3
-    for rollout_id in ("c-0", "a-0", "c-1"):
-        await end(client, rollout_id, 0.0)
-    groups = [await feed.next_group() for _ in range(3)]
-    assert [group.id for group in groups] == ["b", "a", "c"]
-    assert [[rollout.reward for rollout in group.rollouts] for group in groups] == [[1, 1], [0, 1], [0, 0]]
+def test_a_group_without_a_token_never_grows_old():
+    made = async_schedule(2, async_groups=6, max_staleness=2)
+    for index, oldest in enumerate([None, 1, 1]):
+        made.ask(index)
+        made.end(index, oldest)
+    assert made.draw(3) == Drawn(groups=[1, 2], replaced=[])
+    assert made.too_old(30) == []
+
+
+def begun(**settings):
+    """At version 6, group 0 is unfinished and began under version 5; the limit is 1, and three others ended."""
+    made = async_schedule(2, async_groups=4, max_staleness=1, **settings)
+    made.ask(0)
+    made.began([0], 5)
+    for index in range(1, 4):
+        made.ask(index)
+        made.end(index, 6)
+    return made
+
+
+def test_a_step_waits_for_a_group_that_it_would_make_too_old():
+    made = begun()
+    assert made.draw(6) is None
+    assert made.late(6, {0: 3}) is None
+    made.end(0, 5)
+    assert made.draw(6) == Drawn(groups=[0, 1], replaced=[])
+
+
+def test_what_may_be_one_version_older_is_not_waited_for():
+    made = begun()
+    assert made.draw(5) == Drawn(groups=[1, 2], replaced=[])
+
+
+def test_what_has_not_begun_is_as_young_as_the_present_version():
+    made = async_schedule(2, async_groups=4, max_staleness=1)
+    for index in range(4):
+        made.ask(index)
+    made.end(1, 5)
+    made.end(2, 5)
+    assert made.draw(5) is not None
+    made.began([3], 5)
+    made.ask(4)
+    made.end(4, 6)
+    made.ask(5)
+    made.end(5, 6)
+    assert made.under_way == {0: None, 3: 5, 4: 6, 5: 6}
+    assert made.draw(6) is None, "group 3 has tokens of version 5"
+    made.end(3, 5)
+    assert made.draw(6) == Drawn(groups=[3, 4], replaced=[])
+
+
+def test_with_drop_the_group_that_a_step_would_make_too_old_is_cut_off():
+    made = begun(staleness_policy="drop", max_dropped_fraction=1)
+    assert made.late(5, {0: 3}) is None
+    assert made.late(6, {0: 3}) == 0
+    made.end(0, 5)
+    assert made.draw(6) == Drawn(groups=[0, 1], replaced=[])
+
+
+def test_with_drop_nothing_is_cut_off_before_a_step_could_be_drawn():
+    made = async_schedule(2, async_groups=4, max_staleness=1, staleness_policy="drop")
+    made.ask(0)
+    made.began([0], 5)
+    made.ask(1)
+    made.end(1, 6)
+    assert made.late(6, {0: 3}) is None
+
+
+def test_dropping_becomes_waiting_where_too_much_would_be_dropped():
+    made = begun(staleness_policy="drop", max_dropped_fraction=0.1, group_size=8)
+    assert made.late(6, {0: 4}) is None, "4 of 32 rollouts"
+    assert made.late(6, {0: 3}) == 0
+    assert made.late(6, {0: 1}) is None, "those before count"
+
+
+def test_a_dropped_group_makes_room_for_another():
+    made = begun()
+    assert made.wanted(ALL_LEFT, begins=0, trains=0) == 0
+    made.drop(0)
+    assert made.wanted(ALL_LEFT, begins=0, trains=0) == 1
+    assert made.draw(6) == Drawn(groups=[1, 2], replaced=[])
+
+
+def test_groups_that_versions_without_a_step_made_too_old_are_named():
+    """As after a resume."""
+    made = async_schedule(2, async_groups=6, max_staleness=2)
+    for index, oldest in enumerate([3, 5, 6]):
+        made.ask(index, oldest)
+        made.end(index, oldest)
+    assert made.too_old(5) == []
+    assert made.too_old(6) == [0]
+
+
+def test_groups_that_cannot_be_trained_in_time_do_not_hold_up_those_that_can():
+    """Four ended groups at the limit, two per step: waiting would not help."""
+    made = async_schedule(2, async_groups=6, max_staleness=2)
+    for index in range(4):
+        made.ask(index, 3)
+        made.end(index, 3)
+    assert made.draw(5) == Drawn(groups=[0, 1], replaced=[])
+    assert made.too_old(6) == [2, 3]
+
+
+class World:
+    """Groups of random length on a schedule, at random speed; keeps what is really true of them."""
+
+    def __init__(self, rng, made, config):
+        self.rng, self.made, self.config = rng, made, config
+        self.version, self.now, self.next_index = 0, 0.0, 0
+        self.begins, self.ends, self.oldest = {}, {}, {}
+        self.staleness, self.num_cut = [], 0
+
+    def ask(self, trains):
+        for _ in range(self.made.wanted(ALL_LEFT, begins=self.version, trains=trains)):
+            begins = self.now + self.rng.choice([0, 0, self.rng.expovariate(1)])
+            self.begins[self.next_index] = begins
+            self.ends[self.next_index] = begins + self.rng.lognormvariate(0, 1.5)
+            self.made.ask(self.next_index)
+            self.next_index += 1
+
+    def begun_by(self, now):
+        """Their oldest token is of the version of that time."""
+        for index, begins in list(self.begins.items()):
+            if begins <= now:
+                self.oldest[index] = self.version
+                del self.begins[index]
+
+    def step(self):
+        while True:
+            assert not self.made.too_old(self.version)
+            if (drawn := self.made.draw(self.version)) is not None:
+                break
+            self.ask(self.version)
+            late = self.made.late(self.version, dict.fromkeys(self.ends, self.config.group_size))
+            index = min(self.ends, key=self.ends.__getitem__) if late is None else late
+            self.num_cut += late is not None
+            ends = self.ends.pop(index)
+            self.now = max(self.now, ends) if late is None else self.now
+            self.begun_by(self.now)
+            self.made.end(index, self.oldest.get(index))
+        self.staleness += [self.version - self.oldest[index] for index in drawn.groups if index in self.oldest]
+        self.ask(self.version + 1)
+        self.now += self.rng.random()
+        self.begun_by(self.now)
+        self.made.began([index for index in self.made.under_way if index in self.oldest], self.version)
+        self.version += 1
+
+
+@pytest.mark.parametrize("policy", ["wait", "drop"])
+@pytest.mark.parametrize("seed", range(40))
+def test_no_group_is_ever_too_old_and_no_step_waits_for_ever(policy, seed):
+    rng = random.Random(seed)
+    groups, most = rng.randint(1, 5), rng.randint(1, 4)
+    config = TrainConfig(
+        groups=groups,
+        schedule="async",
+        max_staleness=most,
+        async_groups=rng.randint(groups + 1, (most + 1) * groups),
+        staleness_policy=policy,
+        **({"max_dropped_fraction": rng.choice([0.01, 0.3, 1])} if policy == "drop" else {}),
+    )
+    world = World(rng, Schedule(config), config)
+    for _ in range(60):
+        world.step()
+    assert max(world.staleness) <= most
+    assert world.num_cut <= config.max_dropped_fraction * world.next_index
+    assert policy == "drop" or world.num_cut == 0

@@ -79,9 +79,10 @@ class Intake:
         for group in groups:
             await self._ask(group.index, group.policy_version, group.oldest)
 
-    async def ask_wanted(self, version: PolicyVersion, num_left: int) -> None:
-        """Keep as many groups under way as the schedule wants; `num_left`: those that the rest of the run trains."""
-        for _ in range(self._schedule.wanted(num_left)):
+    async def ask_wanted(self, version: PolicyVersion, num_left: int, *, trains: int | None = None) -> None:
+        """Keep as many groups under way as the schedule wants. `version`: in service; `num_left`: groups that the rest
+        of the run trains; `trains`: the version that the next step will train, if it is another one."""
+        for _ in range(self._schedule.wanted(num_left, begins=version, trains=trains or version)):
             self.num_taken += 1
             await self._ask(self.num_taken - 1, version, None)
 

@@ -191,7 +191,8 @@ class Trainer:
             collected = self._clock()
             batch = self._build(taken)
             if self._config.train.schedule == "async":
-                await intake.ask_wanted(self._version, self._num_left - self._config.train.groups)
+                left = self._num_left - self._config.train.groups
+                await intake.ask_wanted(self._version, left, trains=self._version + 1)
             self._observer.on_phase("updating the model")
             update = await self._update(batch, intake)
             self._finish_step(taken, carried, batch, update, collected - started, self._clock() - collected)

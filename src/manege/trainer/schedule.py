@@ -8,8 +8,8 @@ A step publishes a version, and so makes whatever it leaves older. It is drawn o
 in time, `groups` at a step and the most urgent first. By hand, 2 groups per step and max_staleness 1: of four groups
 that began under version 5 the first step trains two, and the other two have to go into the next one. At version 6
 nothing but these two can be drawn, however many newer ones have ended: while one of them is unfinished it is waited
-for, or cut off (`late`). With more than (max_staleness + 1) * groups under way that could not always hold, so a config
-has no more.
+for, or cut off (`late`). That there is always such a way out is what `wanted` takes care of: it never asks for more
+than the steps until then can train.
 """
 
 import math
@@ -59,9 +59,13 @@ class Schedule:
         """Groups that no step has drawn, with the version of their oldest token as far as it is known."""
         return {index: group.oldest for index, group in self._groups.items()} | dict.fromkeys(self._others)
 
-    def wanted(self, num_left: int) -> int:
-        """Groups to ask for now; `num_left`: those that the rest of the run trains."""
-        return max(0, min(self._config.active_groups, num_left) - len(self._groups) - self._num_filling)
+    def wanted(self, num_left: int, *, begins: int, trains: int) -> int:
+        """Groups to ask for now; `num_left`: those that the rest of the run trains. They may begin under version
+        `begins`, and the next step that is drawn trains `trains`: the same one, or the next while a step is made."""
+        num = len(self._groups)
+        room = min(self._config.active_groups, num_left) - num - self._num_filling
+        in_time = (begins + self._max_staleness - trains + 1) * self._config.groups - num
+        return max(0, int(min(room, in_time)))
 
     def ask(self, index: int, oldest: int | None = None) -> None:
         """A group is asked for; `oldest`: of an earlier life of the run."""
