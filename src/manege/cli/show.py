@@ -1,11 +1,12 @@
 """What a run's rollouts were: without ROLLOUT a list of them, with it the tree of its calls and what became of them.
 
-The run may still be going on: nothing is written, and nobody waits. Where two conversations part unexpectedly,
-`--diff` says how.
+The run may still be going on: nothing of it is changed, and nobody waits. Where two conversations part unexpectedly,
+`--diff` says how. `--timeline` draws when each rollout ran and which weights sampled its calls.
 """
 
 import argparse
 import sys
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -17,6 +18,8 @@ from manege.cli.diff_view import diff_view, parting
 from manege.cli.places import pick
 from manege.cli.rollout_view import SeenRollout, ending, header, look_at, reward_text, to_json
 from manege.cli.stored import StoredRun, add_stored_arguments, stored_run
+from manege.cli.timeline import read_timeline
+from manege.cli.timeline_picture import draw_timeline
 from manege.cli.token_view import call_tokens, token_lists
 from manege.cli.tree_view import tree_table
 from manege.errors import ConfigError, ModelError
@@ -31,6 +34,7 @@ EXAMPLES = """examples:
   manege show runs/finder 3f2a
   manege show runs/finder 3f2a --tokens | less -R
   manege show runs/finder 3f2a --diff 81c0 a7e2
+  manege show runs/finder --timeline runs.png
   manege show finder --gateway http://127.0.0.1:8700 --key-file data/operator.key
 """
 _NUM_LISTED = 40
@@ -44,6 +48,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all", action="store_true", help=f"list all rollouts, not only the last {_NUM_LISTED}")
     parser.add_argument("--tokens", action="store_true", help="the tokens of each call, by what became of them")
     parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help="where the prompts of these two calls part")
+    parser.add_argument(
+        "--timeline",
+        metavar="FILE",
+        nargs="?",
+        const="",
+        help="a picture of the run (.svg or .png); without FILE timeline.svg in its folder; with --json its data",
+    )
     parser.add_argument("--json", action="store_true", help="data on stdout")
 
 
@@ -51,6 +62,9 @@ async def execute(arguments: argparse.Namespace) -> int:
     """Print what was asked for."""
     console = narrow_console()
     async with stored_run(arguments) as stored:
+        if arguments.timeline is not None:
+            await _timeline(stored, arguments)
+            return 0
         if arguments.rollout is None:
             if arguments.tokens or arguments.diff:
                 raise ConfigError("--tokens and --diff need a ROLLOUT; `manege show RUN` lists them")
@@ -103,6 +117,20 @@ async def _list(stored: StoredRun, arguments: argparse.Namespace, console: Conso
     console.print(table)
     if more := len(stored.rollouts) - len(listed):
         console.print(f"and {more} older ones (--all lists them)", style="dim")
+
+
+async def _timeline(stored: StoredRun, arguments: argparse.Namespace) -> None:
+    if arguments.rollout or arguments.tokens or arguments.diff:
+        raise ConfigError("--timeline is of a whole run: leave ROLLOUT, --tokens and --diff out")
+    target = Path(arguments.timeline or Path((stored.place and stored.place.folder) or "", "timeline.svg"))
+    if target.suffix not in (".svg", ".png"):
+        raise ConfigError(f"--timeline {target}: the name ends in .svg or .png")
+    timeline = await read_timeline(stored)
+    if arguments.json:
+        print(dumps(timeline))
+        return
+    draw_timeline(timeline, target, title=stored.id)
+    print(f"{target}: {len(timeline.bars)} rollouts, {timeline.num_lanes} at once, {len(timeline.updates)} updates")
 
 
 def _print_tree(

@@ -55,6 +55,8 @@ class StoredRun:
     """None: it has no config."""
     rollouts: Sequence[Rollout]
     """Those that ended in the order of completion, then the others."""
+    place: Place | None
+    """None: a gateway."""
 
     def config(self, overrides: Sequence[str] = ()) -> RunConfig:
         """Raises ConfigError."""
@@ -88,10 +90,11 @@ async def stored_run(arguments: argparse.Namespace) -> AsyncIterator[StoredRun]:
     if arguments.gateway:
         async with connect(arguments) as client:
             run_id = RunId(arguments.run)
-            yield await _read(client, run_id, await _of_gateway(client, run_id))
+            yield await _read(client, run_id, await _of_gateway(client, run_id), None)
         return
-    async with reading(arguments.run) as (reader, run_id):
-        yield await _read(reader, run_id, (await reader.list_rollouts(run=run_id, limit=None)).rollouts)
+    async with located(arguments.run) as place, opened(place) as reader:
+        run_id = choose(place, await reader.run_ids())
+        yield await _read(reader, run_id, (await reader.list_rollouts(run=run_id, limit=None)).rollouts, place)
 
 
 @asynccontextmanager
@@ -137,12 +140,12 @@ def config_of(run_id: RunId, run: Run | None, overrides: Sequence[str] = ()) -> 
     return parse_config(tree, source=f"run {run_id}")
 
 
-async def _read(source: _Source, run_id: RunId, rollouts: Sequence[Rollout]) -> StoredRun:
+async def _read(source: _Source, run_id: RunId, rollouts: Sequence[Rollout], place: Place | None) -> StoredRun:
     run = await find_run(source, run_id)
     if run is None and not rollouts:
         raise ConfigError(f"run {run_id!r} does not exist, or has no rollouts yet")
     ordered = sorted(rollouts, key=lambda rollout: (rollout.completion is None, rollout.completion or 0))
-    return StoredRun(id=run_id, source=source, run=run, rollouts=ordered)
+    return StoredRun(id=run_id, source=source, run=run, rollouts=ordered, place=place)
 
 
 async def _of_gateway(client: Client, run_id: RunId) -> Sequence[Rollout]:
