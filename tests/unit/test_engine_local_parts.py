@@ -165,6 +165,42 @@ def test_a_sequence_waits_for_a_long_prefix_that_another_is_computing(cache):
     assert cache.claim(tokens(*prefix, 2))[1] == 100
 
 
+def test_after_new_weights_a_busy_row_keeps_what_it_holds_and_serves_nobody_else(cache):
+    run(cache, tokens(1, 2, 3), 1)
+    busy, _ = cache.claim(tokens(4, 5, 6))
+    fill(cache, busy, 4)
+    cache.outdate()
+    assert (busy.outdated, values(cache, busy)) == (True, [4, 4, 4])
+    for ids in (tokens(1, 2, 3, 9), tokens(4, 5, 6, 9)):
+        assert cache.claim(ids)[1] == 0
+    cache.grow(300)
+    assert busy.outdated
+    cache.release(busy, tokens(4, 5, 6))
+    assert (busy.outdated, cache.claim(tokens(4, 5, 6, 7))[1]) == (False, 0)
+
+
+def test_nobody_waits_for_a_prefix_that_is_computed_over_an_old_cache(cache):
+    prefix = list(range(100))
+    row, _ = cache.claim(tokens(*prefix, 1))
+    row.length = 10
+    cache.outdate()
+    assert cache.claim(tokens(*prefix, 2))[1] == 0
+
+
+def test_a_row_of_which_nothing_is_computed_has_nothing_old(cache):
+    row, _ = cache.claim(tokens(1, 2, 3))
+    cache.outdate()
+    assert not row.outdated
+
+
+def test_a_cache_that_was_dropped_holds_no_memory_until_it_is_needed(cache):
+    run(cache, tokens(1, 2, 3), 1)
+    cache.drop()
+    assert (cache.pool_RL2TKD.numel(), cache.rows) == (0, [])
+    assert cache.grow(300) == []
+    assert (cache.capacity, cache.claim(tokens(1, 2, 3, 4))[1]) == (512, 0)
+
+
 def test_threads_are_what_was_asked_for_or_at_most_the_cores():
     assert ThreadChoice(3).num_threads() == 3
     assert 1 <= ThreadChoice(None).num_threads() <= (os.cpu_count() or 1)
