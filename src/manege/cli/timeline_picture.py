@@ -28,8 +28,8 @@ _TOOLS, _UNKNOWN, _UPDATE = "#dedede", "#8d99ae", "#000000"
 _MARKS = {RolloutState.FAILED: "#e3120b", RolloutState.CANCELLED: "#000000"}
 _UNITS = ((5400, 3600, "hours"), (180, 60, "minutes"), (0, 1, "seconds"))
 """From how many seconds on; seconds of one; its name."""
-_LABEL_INCHES = 0.35
-"""Between the labels of two updates, at least."""
+_LETTER_INCHES = 0.08
+"""Of an update's label."""
 
 
 def draw_timeline(timeline: Timeline, target: Path, *, title: str) -> None:
@@ -51,9 +51,10 @@ def draw_timeline(timeline: Timeline, target: Path, *, title: str) -> None:
     axes = _axes(figure, scale(timeline.end_s), timeline.num_lanes)
     axes.set_xlabel(f"{unit} since the start")
     axes.set_title(title.encode("unicode_escape").decode(), loc="left", pad=18, fontsize=11, parse_math=False)
-    _draw_bars(axes, timeline.bars, scale, colours)
-    _draw_ends(axes, timeline.bars, scale)
+    _draw(axes, "rollouts", [scale.box(bar.start_s, bar.end_s, bar) for bar in timeline.bars], facecolor=_TOOLS)
     _draw_updates(axes, timeline.updates, scale, width)
+    _draw_calls(axes, timeline.bars, scale, colours)  # over the updates, or their colours would not be the legend's
+    _draw_ends(axes, timeline.bars, scale)
     _draw_legend(figure, timeline, colours)
     _draw_versions(figure, axes, colours, height)
     try:
@@ -110,12 +111,11 @@ class _Colours:
         return _UNKNOWN if version is None else self.map(version - self.first)
 
 
-def _draw_bars(axes: "Axes", bars: Sequence[Bar], scale: _Scale, colours: _Colours) -> None:
+def _draw_calls(axes: "Axes", bars: Sequence[Bar], scale: _Scale, colours: _Colours) -> None:
     boxes: dict[PolicyVersion | None, list[_Box]] = defaultdict(list)
     for bar in bars:
         for piece in bar.pieces:
             boxes[piece.version].append(scale.box(piece.start_s, piece.end_s, bar))
-    _draw(axes, "rollouts", [scale.box(bar.start_s, bar.end_s, bar) for bar in bars], facecolor=_TOOLS)
     for version, some in boxes.items():
         name = "unknown" if version is None else f"version-{version}"
         _draw(axes, name, some, facecolor=colours.of(version))
@@ -123,7 +123,7 @@ def _draw_bars(axes: "Axes", bars: Sequence[Bar], scale: _Scale, colours: _Colou
 
 def _draw_ends(axes: "Axes", bars: Sequence[Bar], scale: _Scale) -> None:
     """Lines, as wide on paper whatever the time is: between bars of a lane, and at the end of what did not succeed."""
-    _draw(axes, "starts", [scale.line(bar.start_s, bar) for bar in bars], edgecolor="white", linewidth=1)
+    _draw(axes, "starts", [scale.box(bar.start_s, bar.start_s, bar) for bar in bars], edgecolor="white", linewidth=1)
     for state, colour in _MARKS.items():
         ends = [scale.line(bar.end_s, bar) for bar in bars if bar.state is state]
         _draw(axes, state.value, ends, edgecolor=colour, linewidth=2)
@@ -136,12 +136,12 @@ def _draw_updates(axes: "Axes", updates: Sequence[Update], scale: _Scale, width:
     boxes = [(scale(each.start_s), scale(each.end_s), 0.0, 1.0) for each in updates]
     _draw(axes, "updates", boxes, facecolor=_UPDATE, alpha=0.25, transform=transform)
     left, right = axes.get_xlim()
-    last = -np.inf
+    free = left
     for update, box in zip(updates, boxes, strict=True):
-        middle = (box[0] + box[1]) / 2
-        if (middle - last) / (right - left) * width > _LABEL_INCHES:
-            axes.text(middle, 1.01, f"v{update.version}", transform=transform, ha="center", va="bottom", fontsize=8)
-            last = middle
+        middle, label = (box[0] + box[1]) / 2, f"v{update.version}"
+        if middle >= free:
+            axes.text(middle, 1.01, label, transform=transform, ha="center", va="bottom", fontsize=8)
+            free = middle + (len(label) + 1) * _LETTER_INCHES / width * (right - left)
 
 
 def _draw(axes: "Axes", name: str, boxes: Sequence[_Box], **look: Any) -> None:
