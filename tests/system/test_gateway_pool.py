@@ -10,6 +10,7 @@ from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Route
 
+from manege.cli.parts import upstream_engines
 from manege.client import Client
 from manege.engine.base import Sampling, Weights, collect
 from manege.engine.scripted import ScriptedEngine, hashed_reply
@@ -149,6 +150,27 @@ async def test_a_call_of_a_lost_engine_is_tried_on_another_and_the_lost_one_is_u
         assert [await letter(pool, session) for _ in range(3)] == ["y"] * 3
         assert (pool.num_retried, pool.num_unhealthy) == (1, 1)
         async with serve("x", port=port), asyncio.timeout(10):
+            while pool.num_unhealthy:
+                await asyncio.sleep(0.05)
+            assert await letter(pool, session) == "x"
+
+
+async def test_one_of_several_given_engines_that_is_lost_is_not_used_until_it_is_back(store):
+    async with AsyncExitStack() as stack:
+        _, good = await stack.enter_async_context(serving_engine("y"))
+        async with serving_engine("x") as (_, url):
+            port = int(url.rpartition(":")[2])
+            engines = upstream_engines([url, f"{good}/v1"])
+            for engine in engines.values():
+                stack.push_async_callback(engine.close)
+            pool = EnginePool(engines, store)
+            stack.push_async_callback(pool.close)
+            homes = {session: await letter(pool, session) for session in map(str, range(16))}
+            session = next(session for session, home in homes.items() if home == "x")
+        assert set(homes.values()) == {"x", "y"}
+        assert [await letter(pool, session) for _ in range(3)] == ["y"] * 3
+        assert (pool.num_retried, pool.num_unhealthy) == (1, 1)
+        async with serving_engine("x", port=port), asyncio.timeout(10):
             while pool.num_unhealthy:
                 await asyncio.sleep(0.05)
             assert await letter(pool, session) == "x"

@@ -58,6 +58,32 @@ async def until(condition):
             await asyncio.sleep(0.01)
 
 
+class NotedEngine(ScriptedEngine):
+    """Notes how it was paused."""
+
+    def __init__(self):
+        super().__init__(hashed_reply(num_tokens=4, first_id=97, last_id=122))
+        self.kept = []
+
+    async def pause(self, *, keep=False):
+        self.kept.append(keep)
+        await super().pause(keep=keep)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+async def test_a_gateway_that_restarts_pauses_its_engine_again_as_it_was_paused(tmp_path, keep):
+    for engine in (first := NotedEngine(), second := NotedEngine()):
+        async with serving(tmp_path, engine) as (_, client):
+            if engine is first:
+                await client.pause(drain_s=0, keep=keep)
+            assert engine.kept == [keep]
+    async with serving(tmp_path, second) as (_, client):
+        # One that lasts goes on as it is.
+        assert (await client.pause(drain_s=0, keep=not keep))["paused"]
+        assert second.kept == [keep] * 2
+        assert not (await client.resume())["paused"]
+
+
 @pytest.mark.parametrize("is_lost", [False, True], ids=["the engine lives on", "the engine is lost with it"])
 async def test_a_gateway_that_restarts_while_paused_holds_calls_and_its_engine(tmp_path, is_lost):
     engine = new_engine()
