@@ -37,12 +37,15 @@ check: .venv/dev
 	$(BIN)/python docs/tools/links.py
 	$(BIN)/python docs/tools/count.py
 
+# The last but one trains fourteen times; what is complete in its folder is not made again.
 bench: .venv/dev
 	$(BIN)/python benchmarks/gateway_latency.py
 	$(BIN)/python benchmarks/engine_speed.py
 	$(BIN)/python benchmarks/train_speed.py
 	$(BIN)/python benchmarks/controller_start.py
 	$(BIN)/python benchmarks/sample_building.py
+	$(BIN)/python -m benchmarks.async_speedup --folder build/async_speedup
+	$(BIN)/python -m benchmarks.simulate_async --validate build/async_speedup/speedup.json
 
 docs: .venv/dev
 	$(BIN)/python docs/tools/reference.py
