@@ -210,18 +210,21 @@ async def test_a_pause_without_new_weights_changes_nothing_that_can_be_seen(plac
 async def test_a_prompt_that_is_being_read_is_read_anew_unless_it_is_kept(place, keep, versions, folder_of):
     prompt = PROMPT * 6
     async with place(prefill_chunk=2) as site:
+        await collect(site.engine.generate(PROMPT, Sampling(max_new_tokens=1)))
+        before = (await site.local.info()).stats
         reading = asyncio.create_task(collect(site.engine.generate(prompt, Sampling(max_new_tokens=30))))
 
         async def has_begun():
-            return (await site.local.info()).stats["prefilled"] > 0
+            return (await site.local.info()).stats["prefilled"] > before["prefilled"]
 
         await until(has_begun)
         await site.engine.pause(keep=keep)
-        assert (await site.local.info()).stats["sampled"] == 0
+        assert (await site.local.info()).stats["sampled"] == before["sampled"]
         await site.engine.load(folder_of(1), PolicyVersion(1))
         await site.engine.resume()
         answer = await reading
     assert [(version, old_cache) for version, old_cache, _ in parts(answer)] == [(1, keep)]
+    assert (answer.num_cached > 0) == keep
     if not keep:
         assert_agrees(versions, prompt, answer)
 

@@ -261,6 +261,16 @@ async def test_nothing_is_asked_during_a_pause():
         await reading
 
 
+async def test_a_client_that_is_closed_in_a_pause_says_so_to_who_waits_for_its_end():
+    async with Vllm().client() as engine:
+        await engine.pause()
+        reading = asyncio.create_task(collect(engine.generate(PROMPT, SHORT)))
+        await asyncio.sleep(0.05)
+        await engine.close()
+        with pytest.raises(EngineError, match="closed"):
+            await asyncio.wait_for(reading, 5)
+
+
 @pytest.mark.parametrize(
     ("keep", "path"), [(False, "/pause?mode=abort&clear_cache=true"), (True, "/pause?mode=keep&clear_cache=false")]
 )

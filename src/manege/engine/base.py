@@ -5,8 +5,8 @@ iterator (or cancelling the task that reads it) aborts the generation: the engin
 decode step. An engine knows nothing about messages, rollouts or losses.
 
 Invariants: the log-probabilities are those of softmax(logits / temperature) of the sampled tokens, whatever truncation
-(top-p, top-k) was used to choose them; the KV cache never outlives its weights; every chunk says which policy version
-sampled it.
+(top-p, top-k) was used to choose them; the KV cache never outlives its weights, but for an answer that was kept in a
+pause, whose chunks say so; every chunk says which policy version sampled it.
 """
 
 from collections.abc import AsyncGenerator, Sequence
@@ -145,7 +145,8 @@ class Engine(Protocol):
         ...
 
     async def load(self, weights: Weights, version: PolicyVersion) -> None:
-        """Use new weights from the next token on and drop every cached key and value. Called while paused."""
+        """Use new weights from the next token on and drop every cached key and value but those of kept answers. Called
+        while paused."""
         ...
 
     async def info(self) -> EngineInfo:

@@ -4,7 +4,8 @@ One worker thread computes; everything that touches the batch happens there, bet
 it was asked for. The event loop hands in closures and gets all chunks of a step back in one call, so the two sides
 meet twice per step however many sequences run. If the worker dies, whoever waits gets an EngineError.
 
-The weights may be shared with a trainer that changes them in place while the engine is paused.
+The weights may be shared with a trainer that changes them in place while the engine is paused; unless running answers
+are kept, the cache has no memory then.
 """
 
 import asyncio

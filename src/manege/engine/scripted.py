@@ -74,6 +74,7 @@ class ScriptedEngine:
         self._running.set()
         self._keeps = False
         self._num_clears = 0
+        """How often answers under way lost their cache, if there were one."""
         self._closed = False
         self.num_running = 0
         self._stats = {"prefilled": 0.0, "sampled": 0.0}
