@@ -15,6 +15,7 @@ from manege.model.folder import open_folder
 from manege.model.load import load_model
 from manege.trainer.engines.torch import TorchEngine
 from manege.trainer.objective import objective_of
+from manege.trainer.update import run_update
 from tests.calls import ROLLOUTS, merged, weighted
 
 FOLDER = open_folder(str(Path(__file__).parents[1] / "tiny" / "model"))
@@ -181,6 +182,20 @@ def test_a_broken_gradient_changes_nothing(make_engine, batch):
     with pytest.raises(TrainerError, match="not finite"):
         engine.step([dataclasses.replace(item, weight=float("nan")) for item in batch], OBJECTIVE)
     assert np.array_equal(engine.logprobs([batch[0].sample])[0], before)
+
+
+def test_steps_that_belong_together_are_undone_together(make_engine, batch):
+    """The second mini-batch fails: weights and optimiser are as before the first."""
+    engine, other = make_engine(), make_engine()
+    before = engine.logprobs([batch[0].sample])[0]
+    broken = [dataclasses.replace(item, weight=float("nan")) for item in batch]
+    with pytest.raises(TrainerError, match="not finite"):
+        run_update(engine, [batch, broken], OBJECTIVE)
+    assert np.array_equal(engine.logprobs([batch[0].sample])[0], before)
+    reports = [run_update(each, [batch, batch], OBJECTIVE).metrics for each in (engine, other)]
+    assert reports[0] == reports[1]
+    after = [each.logprobs([batch[0].sample])[0] for each in (engine, other)]
+    assert np.array_equal(after[0], after[1])
 
 
 def test_a_resumed_engine_goes_on_exactly(make_engine, batch, tmp_path):

@@ -1,34 +1,22 @@
 """A training that is interrupted does what it would have done: same tasks, samples and losses, and nothing twice.
 
-The engine answers the same prompt always alike, and an agent's prompt names its task, its group and its member.
+See tests/lives.py for what there is around it.
 """
 
 import asyncio
-import contextlib
 import json
-from pathlib import Path
 
-import httpx
 import pytest
 
-from manege.config import parse_config
-from manege.engine.scripted import hashed_reply
-from manege.model.folder import open_folder
-from manege.model.load import load_model
-from manege.store.base import Ending
-from manege.trainer.engines.torch import TorchEngine
-from manege.trainer.loop import Trainer
 from manege.trainer.metrics import read_metrics
-from manege.types import Outcome, Task
+from manege.types import Outcome
+from tests import lives as harness
+from tests.lives import LETTERS, NUM_TASKS, Watcher, agents, asked, live, lives, of_steps
 
 pytestmark = [
     pytest.mark.anyio,
-    pytest.mark.parametrize("engine", [hashed_reply(num_tokens=4, first_id=64, last_id=89)], indirect=True, ids=[""]),
+    pytest.mark.parametrize("engine", [LETTERS], indirect=True, ids=[""]),
 ]
-"""The tiny model's letters."""
-
-FOLDER = open_folder(str(Path(__file__).parents[1] / "tiny" / "model"))
-NUM_TASKS = 4
 OF_A_LIFE = {
     *("time_s", "train_s", "trainer_idle_s", "update_s", "tokens_per_s", "policy_version"),
     *("gap_by_distance", "gap_mean", "gap_kl", "rollouts_per_s", "rollout_s_mean", "policy_version_last"),
@@ -40,116 +28,8 @@ others."""
 
 
 def run_config(folder, *, refill=True, **train):
-    settings = {"steps": 10, "groups": 2, "group_size": 3, "mini_batches": 2, "learning_rate": 1e-3, "warmup_steps": 4}
-    return parse_config(
-        {
-            "name": folder.name,
-            "folder": str(folder),
-            "tasks": {"train": "none"},
-            "agent": {"run": ["none"]},
-            "scorer": {"run": ["none"]},
-            "credit": {"zero_variance": "refill", "shuffle_rewards": True} if refill else {},
-            "train": settings | {"checkpoint_every": 2} | train,
-            "evaluation": {"every": 3, "num_interim": 2},
-        }
-    )
-
-
-class Stopped(Exception):
-    """As a process is, from one moment to the next."""
-
-
-class Watcher:
-    """An Observer that stops the trainer when it is (`where`, at a step); in a group: after so many rollouts."""
-
-    def __init__(self, where=None, step=None, *, after=1):
-        self.stop_at, self.after = (where, step), after
-        self.num_steps, self.num_rollouts, self.phase, self.stopped = 0, 0, "", asyncio.Event()
-
-    def on_phase(self, phase):
-        self.phase, self.num_rollouts = phase.split()[0], 0
-        self.stop_if(self.phase, self.num_steps + (self.phase != "evaluating"))
-
-    def on_row(self, row):
-        if row["kind"] == "step":
-            self.num_steps += 1
-            self.stop_if("checkpointing", self.num_steps)
-
-    def on_rollout(self):
-        self.num_rollouts += 1
-        here = (self.phase, self.num_rollouts) == ("collecting", self.after)
-        if here and self.stop_at == ("in a group", self.num_steps + 1):
-            self.stopped.set()
-
-    def stop_if(self, *at):
-        if at == self.stop_at:
-            raise Stopped
-
-
-async def live(client, config, watcher, *, resume):
-    """One life of a trainer; returns its rows if it came to its end."""
-    trainer = Trainer(
-        config,
-        client,
-        TorchEngine(load_model(FOLDER), FOLDER, config.train),
-        watcher,
-        train_tasks=[Task(id=f"t{index}", input={}) for index in range(NUM_TASKS)],
-        heldout_tasks=[Task(id=f"h{index}", input={}) for index in range(3)],
-        clock=lambda: 0.0,
-        decode=FOLDER.decode,
-        resume=resume,
-    )
-    run = asyncio.create_task(trainer.run())
-    stopped = asyncio.create_task(watcher.stopped.wait())
-    await asyncio.wait([run, stopped], return_when=asyncio.FIRST_COMPLETED)
-    for task in (run, stopped):
-        task.cancel()
-    with contextlib.suppress(Stopped, asyncio.CancelledError):
-        return await run
-
-
-def asked(rollout_id):
-    """The part of an id that does not tell one run from another."""
-    return rollout_id.partition("-")[2]
-
-
-async def carry_out(client, watchers):
-    """A controller and its agents, with a verdict; it does not care whether there is a trainer."""
-    async with httpx.AsyncClient(base_url=client.url) as http:
-        while True:
-            for claim in await client.claim(controller="c", limit=1, lease_s=60, wait_s=1):
-                spec, words = claim.rollout.spec, []
-                for number in range(2):
-                    prompt = f"{spec.task.id} {asked(spec.id)} {number}"
-                    body = {"model": "tiny", "messages": [{"role": "user", "content": prompt}], "max_tokens": 4}
-                    key = {"authorization": f"Bearer {claim.agent_key}"}
-                    answer = await http.post("/v1/chat/completions", json=body, headers=key)
-                    words.append(answer.json()["choices"][0]["message"]["content"])
-                reward = sum(word < "n" for word in words) / 2
-                await client.finish(spec.id, 0, Ending(outcome=Outcome.OK, reward=reward))
-                for watcher in watchers:
-                    watcher.on_rollout()
-
-
-@contextlib.asynccontextmanager
-async def agents(client, *watchers):
-    """At work as long as the context lasts."""
-    task = asyncio.create_task(carry_out(client, watchers))
-    try:
-        yield
-    finally:
-        task.cancel()
-        await asyncio.wait([task])
-
-
-async def lives(client, config, *stops):
-    """Rows of a training that was stopped so often."""
-    watchers = [Watcher(*stop) for stop in stops] + [Watcher()]
-    async with agents(client, *watchers):
-        for number, watcher in enumerate(watchers):
-            rows = await live(client, config, watcher, resume=number > 0)
-            assert (rows is None) == (number < len(stops)), f"not stopped: {watcher.stop_at}"
-        return rows
+    credit = {"zero_variance": "refill", "shuffle_rewards": True} if refill else {}
+    return harness.run_config(folder, credit=credit, **{"mini_batches": 2} | train)
 
 
 async def sampled(client, run):
@@ -173,10 +53,6 @@ def comparable(rows):
         for name in {"groups", "replaced"} & set(row):
             row[name] = [asked(group) for group in row[name]]
     return rows
-
-
-def of_steps(rows):
-    return [row for row in rows if row["kind"] == "step"]
 
 
 STOPS = [
@@ -284,9 +160,8 @@ async def test_groups_that_a_schedule_carried_over_are_asked_for_again(client, t
     assert watcher.num_steps == 2
     state = json.loads(checkpoint(2).read_text())
     trained = of_steps(read_metrics(tmp_path / "run" / "metrics.jsonl"))[1]["groups"]
-    # Agents take what was asked for first.
     assert [asked(group) for group in trained] == ["000002", "000003"]
-    assert [group["index"] for group in state["asked"]] == [4]
+    assert (state["tasks_taken"], state["asked"]) == (4, [])
 
 
 async def test_a_row_that_a_crash_cut_is_made_again(client, tmp_path):

@@ -44,7 +44,7 @@ from manege.trainer.objective import objective_of
 from manege.trainer.plot import plot_curve
 from manege.trainer.staleness import staleness_metrics
 from manege.trainer.update import Update, Updates
-from manege.types import PolicyVersion, RunId, Task
+from manege.types import PolicyVersion, RolloutSpec, RunId, Task
 
 __all__ = ["Observer", "Trainer"]
 
@@ -166,7 +166,8 @@ class Trainer:
         if self._state.step == 0:
             await evaluations.all(0, self._version)
         await self._train(intake, evaluations)
-        await self._cancel_open(is_ours=True)
+        # Evaluations that are still under way are finished.
+        await self._cancel_open(lambda spec: spec.is_train and self._is_ours(spec))
         await intake.finish_evaluations()
         await evaluations.all(self._state.step, self._version)
         await self._in_engine(self._engine.export, self._paths.model)
@@ -338,10 +339,14 @@ class Trainer:
                     checkpoint=self._state.policy_version,
                 )
             )
-        await self._cancel_open(is_ours=False)
+        await self._cancel_open(lambda spec: not self._is_ours(spec))
 
-    async def _cancel_open(self, *, is_ours: bool) -> None:
-        """Of this run: what nobody waits for any more, or what was asked for under another config."""
+    def _is_ours(self, spec: RolloutSpec) -> bool:
+        """Whether it was asked for under this config."""
+        return spec.id.startswith(f"{self._lineage}-")
+
+    async def _cancel_open(self, is_unwanted: Callable[[RolloutSpec], bool]) -> None:
+        """Of this run."""
         for rollout in await self._client.open_rollouts(self._run):
-            if rollout.spec.is_train and rollout.spec.id.startswith(f"{self._lineage}-") is is_ours:
+            if is_unwanted(rollout.spec):
                 await self._client.cancel(rollout.spec.id)
