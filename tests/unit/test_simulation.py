@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.async_speedup.report import time_to
 from benchmarks.async_speedup.waits import ToolTime, place_of
+from benchmarks.simulate_async.agents import Agents, Rollout
 from benchmarks.simulate_async.clock import Clock, Process
 from benchmarks.simulate_async.engine import Call, Engine, Speed
 from benchmarks.simulate_async.fit import Served, fit_speed
@@ -165,6 +166,60 @@ def test_an_update_waits_for_calls_in_flight_only_where_it_drains(inflight):
     # Cut after 6 tokens: both prompts and both parts are read again.
     again = 2 * (20 + 6) * 0.1 if inflight == "abort_continue" else 0.0
     assert second.collect_s == pytest.approx({"drain": 0.0}.get(inflight, 4.0 + again))
+
+
+def test_calls_that_begin_during_a_drain_wait_for_the_new_weights():
+    """Of the second group one call ends at 18 s, and one begins at 12 s, after the first group's end at 10 s."""
+    config = TrainConfig(steps=2, groups=1, group_size=2, schedule="async", async_groups=2)
+    starts_s = {(0, 0): 0, (0, 1): 0, (1, 0): 8, (1, 1): 12}
+    workload = lambda index, member: Plan(  # noqa: E731
+        start_s=starts_s[index, member], turns=[Turn(prompt_tokens=1, answer_tokens=10, tool_s=0)], score_s=0
+    )
+    result = simulate(config, Hardware(speed=Speed(base_s=1.0), slots=4, update_s=(7.0,)), workload)
+    assert [row.update_s for row in result.rows] == pytest.approx([8 + 7, 7])
+    assert [row.collect_s for row in result.rows] == pytest.approx([10, 10])
+
+
+def test_what_is_cut_off_leaves_its_slot_and_its_engine():
+    """The second one waits for a slot until 5 s, and has the engine to itself: 10 tokens of 2 s."""
+    clock, ended = Clock(), {}
+    agents = Agents(
+        clock,
+        num_engines=1,
+        speed=Speed(base_s=1.0, slope_s=1.0),
+        slots=1,
+        shared_tokens=0,
+        seed=0,
+        ended=lambda rollout: ended.update({rollout.group: clock.now}),
+    )
+    rollouts = [
+        Rollout(
+            group=group,
+            plan=Plan(start_s=0, turns=[Turn(prompt_tokens=1, answer_tokens=10, tool_s=0)], score_s=0),
+        )
+        for group in range(2)
+    ]
+
+    def cut():
+        for rollout in rollouts:
+            agents.ask(rollout)
+        yield 5
+        agents.cut(rollouts[0])
+        yield 100
+
+    clock.run(Process(clock, cut()))
+    assert ended == {0: 5, 1: pytest.approx(25)}
+
+
+def test_a_group_is_as_old_as_its_oldest_member():
+    """The second group's first call is of version 0, its other one begins after the update."""
+    config = TrainConfig(steps=2, groups=1, group_size=2, schedule="async", async_groups=2)
+    starts_s = {(0, 0): 0, (0, 1): 0, (1, 0): 0, (1, 1): 10}
+    workload = lambda index, member: Plan(  # noqa: E731
+        start_s=starts_s[index, member], turns=[Turn(prompt_tokens=1, answer_tokens=1, tool_s=0)], score_s=index
+    )
+    result = simulate(config, Hardware(speed=Speed(base_s=1.0), slots=4, update_s=(5.0,)), workload)
+    assert [row.staleness for row in result.rows] == [[0], [1]]
 
 
 def test_separate_engines_serve_on_during_the_step_and_stand_still_to_publish():
