@@ -8,7 +8,7 @@ from manege.engine.base import EngineInfo
 from manege.engine.scripted import ScriptedEngine, hashed_reply
 from tests.system.test_controller import controlling, run_config, spec
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.anyio
 
 
 class BatchEngine(ScriptedEngine):
@@ -56,11 +56,9 @@ async def engine():
 
 async def num_running(client, wanted):
     """Once it is so."""
-    while True:
-        running = (await client.state())["rollouts"]["running"]
-        if wanted(running):
-            return running
-        await asyncio.sleep(0.1)
+    async with asyncio.timeout(30):
+        while not wanted((await client.state())["rollouts"]["running"]):
+            await asyncio.sleep(0.1)
 
 
 async def test_fewer_attempts_run_while_the_engine_has_a_queue_and_more_when_it_has_room(client, engine, tmp_path):

@@ -114,7 +114,7 @@ def test_a_png_is_drawn_where_its_name_says(run, show, tmp_path):
 
 
 def test_a_run_of_any_name_is_drawn_also_without_config(tmp_path, show):
-    name = 'a $b_{1 <i> & "\x1b[31m 名'
+    name = 'a $b_{1$ <i> & "\x1b[31m 名'
     keep(tmp_path, {"g": [(Outcome.OK, 1.0, [-0.5]), (None, None, [])]}, run=name)
     show(tmp_path, "--timeline", tmp_path / "t.svg")
     assert boxes(tmp_path / "t.svg")["rollouts"] == 2

