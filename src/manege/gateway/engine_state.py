@@ -19,6 +19,7 @@ from manege.gateway.members import Member
 __all__ = ["EngineState", "EngineStates"]
 
 EVERY_S = 1.0
+"""From the answers to the next question."""
 ANSWER_S = 1.0
 
 
@@ -52,10 +53,10 @@ class EngineStates:
     async def of(self, members: Sequence[Member]) -> EngineState:
         """What is known of these, now."""
         async with self._lock:
-            now_s = asyncio.get_running_loop().time()
-            if now_s >= self._next_s:
-                self._next_s = now_s + EVERY_S
+            loop = asyncio.get_running_loop()
+            if loop.time() >= self._next_s:
                 self._infos = await self._ask(members)
+                self._next_s = loop.time() + EVERY_S
             infos = self._infos
         can = [member.capabilities for member in members]
         return EngineState(
