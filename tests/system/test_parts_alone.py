@@ -51,7 +51,8 @@ def test_gateway_controller_engine_and_trainer_each_alone(tmp_path):
         code, _, err = finish(manege("train", RUN_FILE, *overrides, *key))
         assert code == 0, err
     steps = rows(folder, "step")
-    assert [row["policy_version"] for row in steps] == [1, 2, 3]
+    # Version 1 are the weights that the trainer began with: an engine apart may have had others.
+    assert [row["policy_version"] for row in steps] == [2, 3, 4]
     assert all(row["gap_max"] < 1e-3 for row in steps)
     assert (folder / "model" / "model.safetensors").exists()
 

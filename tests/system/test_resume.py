@@ -20,7 +20,7 @@ pytestmark = [
 OF_A_LIFE = {
     *("time_s", "train_s", "trainer_idle_s", "update_s", "tokens_per_s", "policy_version"),
     *("gap_by_distance", "gap_mean", "gap_kl", "rollouts_per_s", "rollout_s_mean", "policy_version_last"),
-    *("held_calls", "held_s", "engine_idle_s", "unsettled_calls", "staleness_mean", "staleness_max"),
+    *("held_calls", "held_s", "drain_s", "engine_idle_s", "unsettled_calls", "staleness_mean", "staleness_max"),
     "staleness_histogram",
 }
 """Metrics that tell when a step was done, and how often before. The gaps are sums over versions, of which there are

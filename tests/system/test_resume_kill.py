@@ -12,7 +12,8 @@ from manege.engine.scripted import ScriptedEngine, hashed_reply
 from manege.engine.server import engine_app
 from manege.gateway.server import Server
 from manege.trainer.checkpoint import latest_checkpoint
-from tests.system.test_resume import FOLDER, comparable, of_steps
+from tests.lives import FOLDER, of_steps
+from tests.system.test_resume import comparable
 from tests.system.test_training import ROOT, manege, rows
 
 pytestmark = pytest.mark.anyio

@@ -308,7 +308,11 @@ class Trainer:
 
     async def _begin(self) -> None:
         self._read_nonce()
-        self._version = PolicyVersion((await self._client.state())["version"])
+        if self._engine.capabilities.publishes == "shared":
+            self._version = PolicyVersion((await self._client.state())["version"])
+        else:
+            # An engine apart may have any weights, under any version.
+            self._version = await self._updates.publish()
 
     def _read_nonce(self) -> None:
         """Drawn once per run folder, before anything is asked for."""
