@@ -120,11 +120,12 @@ class Client:
         """Raises NotFoundError."""
         return ROLLOUT.validate_json(await self._send("GET", f"/api/rollouts/{rollout_id}?format=manege"))
 
-    async def open_rollouts(self, run: RunId) -> list[Rollout]:
+    async def open_rollouts(
+        self, run: RunId, states: Sequence[RolloutState] = (RolloutState.QUEUING, RolloutState.RUNNING)
+    ) -> list[Rollout]:
         """Rollouts of a run that have not ended, oldest first."""
         found: list[Rollout] = []
-        states = [RolloutState.QUEUING, RolloutState.RUNNING]
-        query = {"format": "manege", "run": run, "state": states, "limit": ROLLOUTS_PER_REQUEST, "after": 0}
+        query = {"format": "manege", "run": run, "state": list(states), "limit": ROLLOUTS_PER_REQUEST, "after": 0}
         while True:
             answer = await self._send("GET", f"/api/rollouts?{httpx.QueryParams(query)}")
             page = ROLLOUT_PAGE.validate_json(answer)

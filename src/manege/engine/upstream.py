@@ -152,10 +152,11 @@ class UpstreamEngine:
                 await self._read_model()
 
     async def _read_model(self) -> None:
-        models = await self._call("GET", "/v1/models")
+        models, known = await self._call("GET", "/v1/models"), self._version
         status, reply = await self._send("GET", "/weight_info")
         try:
-            if status != 404:
+            # What was answered before a load that ended meanwhile is old.
+            if status != 404 and self._version == known:
                 told = _checked(status, reply, f"{self._url}/weight_info").get("weight_version")
                 if self._loaded is not None and version_number(told, PolicyVersion(0)) < self._version:
                     _log.warning(kv("the engine was restarted and gets its weights again", version=self._version))

@@ -105,11 +105,8 @@ class Intake:
 
     async def note_begun(self, version: PolicyVersion) -> None:
         """Called while calls are held, before the next version: whatever has begun may have tokens of this one."""
-        queued = Counter(
-            rollout.spec.group
-            for rollout in await self._client.open_rollouts(RunId(self._config.name))
-            if rollout.state is RolloutState.QUEUING
-        )
+        waiting = await self._client.open_rollouts(RunId(self._config.name), [RolloutState.QUEUING])
+        queued = Counter(rollout.spec.group for rollout in waiting)
         size = self._config.train.group_size
         self._schedule.began([index for index in self._asked if queued[self._id(index)] < size], version)
 

@@ -122,7 +122,8 @@ class Updates:
             "unsettled_calls": before["inflight"],
             "held_calls": after["held_total"] - last["held_total"],
             "held_s": after["held_s"] - last["held_s"],
-            "engine_idle_s": after["engine"]["idle_s"] - last["engine"]["idle_s"],
+            # Engines that came or went begin anew.
+            "engine_idle_s": max(0.0, after["engine"]["idle_s"] - last["engine"]["idle_s"]),
         }
 
 
