@@ -6,6 +6,7 @@ See tests/lives.py for what there is around it. Which agents are slow is said by
 import asyncio
 import contextlib
 import json
+import threading
 import time
 
 import pytest
@@ -218,6 +219,35 @@ class Slow(TorchEngine):
     def step(self, batch, objective):
         time.sleep(0.2)
         return super().step(batch, objective)
+
+
+class Held(TorchEngine):
+    """A trainer whose steps end when they are let."""
+
+    reached: threading.Event
+    let: threading.Event
+
+    def step(self, batch, objective):
+        self.reached.set()
+        assert self.let.wait(timeout=30)
+        return super().step(batch, objective)
+
+
+@pytest.mark.parametrize(("schedule", "num_asked"), [("async", 3), ("sync", 1)])
+async def test_the_next_agents_start_during_an_update_unless_the_schedule_is_sync(
+    client, tmp_path, schedule, num_asked
+):
+    config = async_config(tmp_path / "run") if schedule == "async" else run_config(tmp_path / "run", groups=1, steps=2)
+    engine = Held(load_model(FOLDER), FOLDER, config.train)
+    engine.reached, engine.let = threading.Event(), threading.Event()
+    async with asyncio.timeout(60), agents(client), training(client, config, Watcher(), engine=engine) as trained:
+        await asyncio.to_thread(engine.reached.wait)
+        states = (await client.state(run="run"))["rollouts"]
+        # Six of the evaluations before training.
+        assert sum(states.values()) - 6 == num_asked * 3
+        assert (await client.state())["paused"]
+        engine.let.set()
+        await trained
 
 
 @pytest.mark.parametrize("slower", ["agents", "trainer"])

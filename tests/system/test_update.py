@@ -47,9 +47,10 @@ class Steps:
 class Engine(ScriptedEngine):
     """One that fails where it is told to."""
 
-    fails_at = None
+    fails_at, kept = None, ()
 
     async def pause(self, *, keep=False):
+        self.kept = (*self.kept, keep)
         if self.fails_at == "pause":
             raise EngineError("the engine could not abort its requests")
         await super().pause(keep=keep)
@@ -152,6 +153,14 @@ async def test_after_an_update_that_fails_the_old_weights_serve_on(client, engin
     update = await updates.run(BATCH, 0, nothing)
     await agent.call("again")
     assert await agent.versions() == [0, update.version]
+
+
+@pytest.mark.parametrize(("inflight", "kept"), [("drain", False), ("abort_continue", False), ("keep", True)])
+async def test_the_engine_keeps_its_caches_if_the_run_says_so(client, engine, inflight, kept):
+    updates = updates_of(client, Steps(), inflight=inflight)
+    await updates.begin()
+    await updates.run(BATCH, 0, nothing)
+    assert engine.kept == (kept,)
 
 
 async def test_a_cancelled_update_resumes_the_gateway(client, agent):
