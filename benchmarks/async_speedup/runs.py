@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.async_speedup.waits import ToolTime
+from benchmarks.simulate_async.trace import update_seconds
 from manege.trainer.metrics import read_metrics
 
 __all__ = ["Arm", "measured", "train"]
@@ -90,6 +91,7 @@ def measured(arm: Arm, folder: Path) -> Mapping[str, Any]:
         "train_s": steps[-1]["train_s"],
         "trainer_idle_s": sum(row["trainer_idle_s"] for row in steps),
         "engine_idle_s": sum(row.get("engine_idle_s", 0.0) for row in steps),
+        "update_s": update_seconds(rows),
         "num_rollouts": sum(row["num_rollouts"] for row in steps),
         "num_tokens": sum(row["sampled_tokens"] for row in steps),
         "staleness_mean": sum(ages) / len(ages),

@@ -28,6 +28,7 @@ def parse() -> argparse.Namespace:
     """The arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--validate", type=Path, metavar="RAW.json", help="simulate the runs of a benchmark")
+    parser.add_argument("--own-updates", action="store_true", help="there: updates take what they took in each run")
     parser.add_argument("--from-run", metavar="RUN", help="agents, engine and update as measured in a `sync` run")
     parser.add_argument("--seed", type=int, default=0)
     schedule = parser.add_argument_group("schedule (section train of a run file)")
@@ -108,7 +109,8 @@ def main() -> None:
     """Print the table."""
     asked = parse()
     if asked.validate:
-        print(validation(json.loads(asked.validate.read_text(encoding="utf-8"))))
+        raw = json.loads(asked.validate.read_text(encoding="utf-8"))
+        print(validation(raw, own_updates=asked.own_updates))
         return
     hardware, workload = site(asked)
     print(HEAD)

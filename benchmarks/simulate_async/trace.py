@@ -21,7 +21,7 @@ from manege.errors import ConfigError
 from manege.trainer.metrics import read_metrics
 from manege.types import Call, Rollout
 
-__all__ = ["Trace", "read_trace"]
+__all__ = ["Trace", "read_trace", "update_seconds"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ async def read_trace(run: str) -> Trace:
             max_batch=config.engine.max_batch,
         ),
         slots=config.controller.slots,
-        update_s=_updates(read_metrics(config.run_folder / "metrics.jsonl")),
+        update_s=update_seconds(read_metrics(config.run_folder / "metrics.jsonl")),
         shared_tokens=shared_tokens,
     )
     return Trace(
@@ -89,7 +89,7 @@ async def read_trace(run: str) -> Trace:
     )
 
 
-def _updates(rows: Sequence[Mapping[str, Any]]) -> Sequence[float]:
+def update_seconds(rows: Sequence[Mapping[str, Any]]) -> Sequence[float]:
     """Seconds of each step's update without what it waited for calls; 0: it was passed over."""
     steps = [row for row in rows if row["kind"] == "step"]
     return [row["update_s"] - row.get("drain_s", 0.0) if row["optimiser_steps"] else 0.0 for row in steps]

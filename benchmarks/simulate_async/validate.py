@@ -1,7 +1,8 @@
 """Predicted against measured: each run of benchmarks.async_speedup, simulated.
 
 Agents, engine and updates are those of the benchmark's first run, which was `sync` and whose tools took no time; tool
-times are drawn as in the run that is predicted. Nothing is taken from that run itself.
+times are drawn as in the run that is predicted. Nothing is taken from that run itself, unless `own_updates` says so:
+seconds of an update depend on what has been learned and, where agents share the processor, on what they do meanwhile.
 """
 
 import statistics
@@ -33,21 +34,25 @@ _COLUMNS = (
 )
 
 
-def validation(raw: Mapping[str, Any]) -> str:
+def validation(raw: Mapping[str, Any], *, own_updates: bool = False) -> str:
     """A table, a run per row."""
     trace = Trace.from_json(raw["trace"])
     lines, errors = [f"| {' | '.join(_COLUMNS)} |", "|---" * len(_COLUMNS) + "|"], list[float]()
     for run in raw["runs"]:
-        result = predicted(run, trace)
+        result = predicted(run, trace, own_updates=own_updates)
         errors.append(result.seconds / run["train_s"] - 1)
         lines.append(_row(run, result))
     return "\n".join([*lines, "", f"mean absolute error of the seconds: {statistics.fmean(map(abs, errors)):.1%}"])
 
 
-def predicted(run: Mapping[str, Any], trace: Trace) -> Result:
+def predicted(run: Mapping[str, Any], trace: Trace, *, own_updates: bool) -> Result:
     """The simulation of a run."""
     hardware = replace(
-        trace.hardware, slots=run["slots"], num_interim=run["num_interim"], evaluate_every=run["evaluate_every"]
+        trace.hardware,
+        slots=run["slots"],
+        num_interim=run["num_interim"],
+        evaluate_every=run["evaluate_every"],
+        update_s=run["update_s"] if own_updates else trace.hardware.update_s,
     )
     workload = with_tools(trace.workload, ToolTime.parse(run["tool_time"]))
     return simulate(TrainConfig(**run["train"]), hardware, workload, seed=run["seed"])
