@@ -226,9 +226,7 @@ class _Training:
             self._schedule.end(group.index, group.oldest)
 
     def _cut_late(self) -> None:
-        if self._config.staleness_policy == "wait":
-            return
-        index = self._schedule.late(self._version, {group.index: group.num_open for group in self._asked.values()})
+        index = self._schedule.late(self._version, lambda index: self._asked[index].num_open)
         if index is None:
             return
         group = self._asked[index]

@@ -138,7 +138,7 @@ def begun(**settings):
 def test_a_step_waits_for_a_group_that_it_would_make_too_old():
     made = begun()
     assert made.draw(6) is None
-    assert made.late(6, {0: 3}) is None
+    assert made.late(6, lambda _: 3) is None
     made.end(0, 5)
     assert made.draw(6) == Drawn(groups=[0, 1], replaced=[])
 
@@ -168,8 +168,8 @@ def test_what_has_not_begun_is_as_young_as_the_present_version():
 
 def test_with_drop_the_group_that_a_step_would_make_too_old_is_cut_off():
     made = begun(staleness_policy="drop", max_dropped_fraction=1)
-    assert made.late(5, {0: 3}) is None
-    assert made.late(6, {0: 3}) == 0
+    assert made.late(5, lambda _: 3) is None
+    assert made.late(6, lambda _: 3) == 0
     made.end(0, 5)
     assert made.draw(6) == Drawn(groups=[0, 1], replaced=[])
 
@@ -180,14 +180,14 @@ def test_with_drop_nothing_is_cut_off_before_a_step_could_be_drawn():
     made.began([0], 5)
     made.ask(1)
     made.end(1, 6)
-    assert made.late(6, {0: 3}) is None
+    assert made.late(6, lambda _: 3) is None
 
 
 def test_dropping_becomes_waiting_where_too_much_would_be_dropped():
     made = begun(staleness_policy="drop", max_dropped_fraction=0.1, group_size=8)
-    assert made.late(6, {0: 4}) is None, "4 of 32 rollouts"
-    assert made.late(6, {0: 3}) == 0
-    assert made.late(6, {0: 1}) is None, "those before count"
+    assert made.late(6, lambda _: 4) is None, "4 of 32 rollouts"
+    assert made.late(6, lambda _: 3) == 0
+    assert made.late(6, lambda _: 1) is None, "those before count"
 
 
 def test_a_dropped_group_makes_room_for_another():
@@ -248,7 +248,7 @@ class World:
             if (drawn := self.made.draw(self.version)) is not None:
                 break
             self.ask(self.version)
-            late = self.made.late(self.version, dict.fromkeys(self.ends, self.config.group_size))
+            late = self.made.late(self.version, lambda _: self.config.group_size)
             index = min(self.ends, key=self.ends.__getitem__) if late is None else late
             self.num_cut += late is not None
             ends = self.ends.pop(index)

@@ -18,7 +18,7 @@ from manege.trainer.evaluate import PendingEvaluation
 from manege.trainer.schedule import Schedule
 from manege.trainer.staleness import group_versions
 from manege.trainer.tasks import task_order
-from manege.types import GroupId, Outcome, PolicyVersion, RolloutState, RunId, Task
+from manege.types import GroupId, Outcome, PolicyVersion, RolloutId, RolloutState, RunId, Task
 
 __all__ = ["Intake", "StepGroups"]
 
@@ -150,12 +150,14 @@ class Intake:
             self._schedule.end(index, versions and versions[0], teaches=self._teaches(group))
 
     async def _cut_late(self, version: PolicyVersion) -> None:
-        unfinished = {index: self._feed.unfinished(self._id(index)) for index in self._asked.keys() - self._cut}
-        unfinished |= dict.fromkeys(self._cut, ())
-        index = self._schedule.late(version, {index: len(ids) for index, ids in unfinished.items()})
+        def unfinished(index: int) -> Sequence[RolloutId]:
+            return () if index in self._cut else self._feed.unfinished(self._id(index))
+
+        index = self._schedule.late(version, lambda index: len(unfinished(index)))
         if index is not None:
+            rollout_ids = unfinished(index)
             self._cut.add(index)
-            for rollout_id in unfinished[index]:
+            for rollout_id in rollout_ids:
                 await self._client.cancel(rollout_id)
 
     def _drop(self, index: int) -> None:

@@ -13,7 +13,7 @@ than the steps until then can train.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from manege.train_config import TrainConfig
@@ -110,13 +110,14 @@ class Schedule:
         self._others = []
         return Drawn(groups=sorted([*batch, *others[num_replaced:]]), replaced=others[:num_replaced])
 
-    def late(self, version: int, num_unfinished: Mapping[int, int]) -> int | None:
-        """With `drop`: the group whose unfinished rollouts (so many of each group) shall be cut off, so that a step can
-        be drawn. The caller cancels them, and says how the group `end`s."""
-        batch = self._batch(version)
-        if self._config.staleness_policy == "wait" or batch is None or not (blocking := self._blocking(batch, version)):
+    def late(self, version: int, num_unfinished: Callable[[int], int]) -> int | None:
+        """With `drop`: the group whose unfinished rollouts (so many of a group) shall be cut off, so that a step can be
+        drawn. The caller cancels them, and says how the group `end`s."""
+        if self._config.staleness_policy == "wait" or (batch := self._batch(version)) is None:
             return None
-        num_cut = self._num_cut + num_unfinished[blocking[0]]
+        if not (blocking := self._blocking(batch, version)):
+            return None
+        num_cut = self._num_cut + num_unfinished(blocking[0])
         if num_cut > self._config.max_dropped_fraction * self._num_rollouts:
             return None
         self._num_cut = num_cut
