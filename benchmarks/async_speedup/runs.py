@@ -89,6 +89,7 @@ def measured(arm: Arm, folder: Path) -> Mapping[str, Any]:
         "evaluate_every": config["evaluation"]["every"],
         "num_interim": config["evaluation"]["num_interim"],
         "train_s": steps[-1]["train_s"],
+        "wall_s": steps[-1]["time_s"] - max(row["time_s"] for row in rows if _is_before(row)),
         "trainer_idle_s": sum(row["trainer_idle_s"] for row in steps),
         "engine_idle_s": sum(row.get("engine_idle_s", 0.0) for row in steps),
         "update_s": update_seconds(rows),
@@ -100,6 +101,11 @@ def measured(arm: Arm, folder: Path) -> Mapping[str, Any]:
         "curve": curve,
         "final_success": curve[-1][1],
     }
+
+
+def _is_before(row: Mapping[str, Any]) -> bool:
+    """An evaluation before training."""
+    return row["kind"] == "evaluation" and row["step"] == 0
 
 
 def _curve(rows: Sequence[Mapping[str, Any]]) -> Sequence[tuple[float, float]]:

@@ -130,7 +130,9 @@ def test_an_export_trains_like_its_run(run, exported, form):
         async with reading(str(place)) as (reader, run_id):
             rollouts = (await reader.list_rollouts(run=run_id, limit=None)).rollouts
             rollouts = sorted(rollouts, key=lambda rollout: rollout.completion or 10**9)
-            stored = StoredRun(id=run_id, source=reader, run=await reader.get_run(run_id), rollouts=rollouts)
+            stored = StoredRun(
+                id=run_id, source=reader, run=await reader.get_run(run_id), rollouts=rollouts, place=None
+            )
             groups = [await stored.group(group, call_rewards=False) for group in complete_groups(rollouts) if group]
         config = stored.config()
         return config, build_batch(groups[:4], config.credit, success_reward=1.0, rng=random.Random(0))
