@@ -208,6 +208,8 @@ async def test_an_evaluation_that_is_not_finished_at_the_end_is_waited_for(clien
         training(client, config, watcher) as trained,
     ):
         await until(lambda: watcher.num_steps == 6, "all steps")
+        await asyncio.sleep(0.5)
+        assert watcher.phase == "updating", "the last evaluation is alone"
         let.set()
         rows = await trained
     assert [row["step"] for row in rows if row["kind"] == "evaluation"][-3:] == [3, 6, 6]
