@@ -223,6 +223,36 @@ class Slow(TorchEngine):
         return super().step(batch, objective)
 
 
+async def test_an_evaluation_that_was_under_way_is_found_again_after_a_restart(client, tmp_path):
+    let = asyncio.Event()
+
+    async def slow_evaluation(spec):
+        if "-e000002-" in spec.id:
+            await let.wait()
+
+    config = async_config(tmp_path / "run", checkpoint_every=1)
+    config = config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"every": 2})})
+    async with agents(client, between=slow_evaluation), asyncio.timeout(60):
+        assert await live(client, config, Watcher("updating", 5), resume=False) is None
+        let.set()
+        rows = await live(client, config, Watcher(), resume=True)
+    [row] = [row for row in rows if row["kind"] == "evaluation" and row["step"] == 2]
+    assert (row["policy_version"], row["num_tasks"]) == (2, 2)
+    assert {row["step"] for row in rows if row["kind"] == "evaluation"} == {0, 2, 4, 6}
+
+
+async def test_a_resumed_run_that_is_told_to_evaluate_does_not_evaluate_its_past(client, tmp_path):
+    config = async_config(tmp_path / "run", checkpoint_every=1)
+    seldom, often = (
+        config.model_copy(update={"evaluation": config.evaluation.model_copy(update={"every": every})})
+        for every in (None, 1)
+    )
+    async with agents(client), asyncio.timeout(60):
+        assert await live(client, seldom, Watcher("updating", 4), resume=False) is None
+        rows = await live(client, often, Watcher(), resume=True)
+    assert {row["step"] for row in rows if row["kind"] == "evaluation"} == {0, 3, 4, 5, 6}
+
+
 class Held(TorchEngine):
     """A trainer whose steps end when they are let."""
 

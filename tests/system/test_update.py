@@ -51,9 +51,14 @@ class Engine(ScriptedEngine):
 
     async def pause(self, *, keep=False):
         self.kept = (*self.kept, keep)
-        if self.fails_at == "pause":
+        if self.fails_at in ("pause", "pause and resume"):
             raise EngineError("the engine could not abort its requests")
         await super().pause(keep=keep)
+
+    async def resume(self):
+        if self.fails_at == "pause and resume":
+            raise EngineError("the engine is gone")
+        await super().resume()
 
     async def load(self, weights, version):
         if self.fails_at == "load":
@@ -153,6 +158,17 @@ async def test_after_an_update_that_fails_the_old_weights_serve_on(client, engin
     update = await updates.run(BATCH, 0, nothing)
     await agent.call("again")
     assert await agent.versions() == [0, update.version]
+
+
+async def test_the_first_cause_is_told_where_the_engine_cannot_be_resumed_either(client, engine, caplog):
+    updates = updates_of(client, Steps())
+    await updates.begin()
+    engine.fails_at = "pause and resume"
+    with pytest.raises(EngineError):
+        await updates.run(BATCH, 0, nothing)
+    assert "could not abort its requests" in caplog.text
+    engine.fails_at = None
+    await client.resume()
 
 
 @pytest.mark.parametrize(("inflight", "kept"), [("drain", False), ("abort_continue", False), ("keep", True)])

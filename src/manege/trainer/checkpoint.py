@@ -66,6 +66,8 @@ class TrainerState:
     """Seconds of training so far, evaluations apart."""
     successes: Sequence[float]
     """Success rates of the last steps, for early stopping."""
+    evaluating: Sequence[int] = ()
+    """Steps whose evaluation beside training is under way."""
 
 
 def save_checkpoint(folder: Path, engine: TrainEngine, state: TrainerState, *, num_kept: int) -> Path:

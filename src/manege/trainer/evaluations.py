@@ -38,7 +38,14 @@ class Evaluations:
         """`tasks`: held-out ones, none: nothing is evaluated. `lineage`: what ids begin with. `metrics`: where `emit`
         writes rows."""
         self._config, self._tasks, self._feed, self._intake = config, tasks, feed, intake
-        self._lineage, self._metrics, self._emit, self._on_phase = lineage, metrics, emit, on_phase
+        self._lineage, self._emit, self._on_phase = lineage, emit, on_phase
+        self._known = [row for row in read_metrics(metrics) if row["kind"] == "evaluation"]
+        self._interim: list[int] = []
+
+    @property
+    def under_way(self) -> Sequence[int]:
+        """Steps whose evaluation beside training is not complete."""
+        return list(self._interim)
 
     async def all(self, step: int, version: PolicyVersion) -> None:
         """All tasks at every temperature, one after the other."""
@@ -55,20 +62,23 @@ class Evaluations:
             return
         tasks = self._tasks[: self._config.evaluation.num_interim]
         pending = await self._begin(step, version, self._config.evaluation.temperatures[0], tasks)
-        if pending is not None and self._config.train.schedule == "sync":
+        if pending is None:
+            return
+        self._interim.append(step)
+        if self._config.train.schedule == "sync":
             self._on_phase(f"evaluating {len(tasks)} held-out tasks")
             await self._intake.finish(pending)
 
-    async def again(self, step: int, version: PolicyVersion) -> None:
-        """Those that an earlier life began before this step and did not finish."""
-        for earlier in range(step):
-            await self.interim(earlier, version)
+    async def again(self, steps: Sequence[int], version: PolicyVersion) -> None:
+        """Those that an earlier life of the run had under way."""
+        for step in steps:
+            await self.interim(step, version)
 
     async def _begin(
         self, step: int, version: PolicyVersion, temperature: float, tasks: Sequence[Task]
     ) -> PendingEvaluation | None:
         row = {"kind": "evaluation", "step": step, "temperature": temperature, "num_tasks": len(tasks)}
-        if not tasks or any(row.items() <= known.items() for known in read_metrics(self._metrics)):
+        if not tasks or any(row.items() <= known.items() for known in self._known):
             return None
         pending = PendingEvaluation(
             tasks,
@@ -84,6 +94,9 @@ class Evaluations:
     def _complete(self, row: Mapping[str, Any], version: PolicyVersion, result: Evaluation) -> None:
         low, high = wilson(result.num_success, result.num_tasks)
         oldest, newest = result.versions or (version, version)
+        self._known.append(row)
+        if row["step"] in self._interim:
+            self._interim.remove(row["step"])
         self._emit(
             {
                 **row,

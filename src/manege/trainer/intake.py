@@ -105,6 +105,8 @@ class Intake:
 
     async def note_begun(self, version: PolicyVersion) -> None:
         """Called while calls are held, before the next version: whatever has begun may have tokens of this one."""
+        if not self._asked:
+            return
         waiting = await self._client.open_rollouts(RunId(self._config.name), [RolloutState.QUEUING])
         queued = Counter(rollout.spec.group for rollout in waiting)
         size = self._config.train.group_size

@@ -162,7 +162,8 @@ class Trainer:
             emit=self._emit,
             on_phase=self._observer.on_phase,
         )
-        await evaluations.again(self._state.step, self._version)
+        if self._state.config_hash == self._config_hash:
+            await evaluations.again(self._state.evaluating, self._version)
         if self._state.step == 0:
             await evaluations.all(0, self._version)
         await self._train(intake, evaluations)
@@ -197,7 +198,9 @@ class Trainer:
             self._observer.on_phase("updating the model")
             update = await self._update(batch, intake)
             self._finish_step(taken, carried, batch, update, collected - started, self._clock() - collected)
-            self._state = dataclasses.replace(self._state, tasks_taken=intake.num_taken, asked=intake.asked)
+            self._state = dataclasses.replace(
+                self._state, tasks_taken=intake.num_taken, asked=intake.asked, evaluating=evaluations.under_way
+            )
             await self._checkpoint_if_due()
 
     @property

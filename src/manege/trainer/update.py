@@ -64,8 +64,8 @@ class Updates:
         self._client, self._engine, self._config, self._objective = client, engine, config, objective
         self._threaded, self._clock = threaded, clock
         self._is_shared = engine.capabilities.publishes == "shared"
-        self._last: Mapping[str, Any] | None = None
-        """The gateway's state after the last update."""
+        self._last: Mapping[str, Any] = {}
+        """The gateway's state after the last update; `begin` reads the first one."""
 
     async def begin(self) -> None:
         """Before training, which is when counting begins. Raises TrainerError for what the gateway's engines cannot do.
@@ -95,12 +95,8 @@ class Updates:
             await while_held()
             return prepared or await step()
 
-        try:
-            weights = None if self._is_shared else await step()
-            new_version, engine_metrics = await self._change(lambda: held(weights))
-        except ManegeError as error:
-            _log.error(kv("the update failed; the old weights serve on", policy_version=version, reason=error))
-            raise
+        weights = None if self._is_shared else await step()
+        new_version, engine_metrics = await self._change(lambda: held(weights))
         num_steps = sum(bool(part) for part in mini_batches)
         metrics = {"gap_by_distance": reports[0].gap_by_distance(version), "optimiser_steps": num_steps}
         return Update(version=new_version, metrics={**reports[0].metrics, **metrics, **engine_metrics})
@@ -114,9 +110,13 @@ class Updates:
             )
             drain_s = self._clock() - started
             version = await self._client.publish(await make())
+        except ManegeError as error:
+            # Before `resume`, which may fail for the same reason.
+            _log.error(kv("the update failed; the old weights serve on", reason=error))
+            raise
         finally:
             after = await asyncio.shield(self._client.resume())
-        last, self._last = self._last or before, after
+        last, self._last = self._last, after
         return version, {
             "drain_s": drain_s,
             "unsettled_calls": before["inflight"],
