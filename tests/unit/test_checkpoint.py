@@ -30,10 +30,11 @@ STATE = TrainerState(
     config_hash="f00d",
     step=1,
     tasks_taken=9,
-    asked=[AskedGroup(index=7, policy_version=3), AskedGroup(index=8, policy_version=4)],
+    asked=[AskedGroup(index=7, policy_version=3), AskedGroup(index=8, policy_version=4, oldest=3)],
     policy_version=4,
     train_s=1.5,
     successes=[0.25, 0.5],
+    evaluating=[2],
 )
 
 

@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from manege.errors import TrainerError
@@ -66,7 +66,7 @@ class TrainerState:
     """Seconds of training so far, evaluations apart."""
     successes: Sequence[float]
     """Success rates of the last steps, for early stopping."""
-    evaluating: Sequence[int] = ()
+    evaluating: Sequence[int] = field(default_factory=list)
     """Steps whose evaluation beside training is under way."""
 
 
