@@ -15,8 +15,10 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
+from manege.agent_config import AgentConfig, LimitsConfig, SandboxConfig, ScorerConfig, WorkspaceConfig
 from manege.credit_config import CreditConfig
 from manege.errors import ConfigError
+from manege.kubernetes_config import KubernetesConfig
 from manege.section import PositiveFloat, PositiveInt, Section
 from manege.train_config import TrainConfig
 
@@ -27,6 +29,7 @@ __all__ = [
     "EngineConfig",
     "EvaluationConfig",
     "GatewayConfig",
+    "KubernetesConfig",
     "LimitsConfig",
     "ModelConfig",
     "RunConfig",
@@ -35,13 +38,11 @@ __all__ = [
     "ScorerConfig",
     "TasksConfig",
     "TrainConfig",
+    "WorkspaceConfig",
     "load_config",
     "override",
     "parse_config",
 ]
-
-Program = str | list[str]
-"""`"module:function"`, run from a warm parent, or a command as a list of arguments."""
 
 
 class ModelConfig(Section):
@@ -76,65 +77,6 @@ class TasksConfig(Section):
     num_heldout: PositiveInt | None = None
     options: dict[str, Any] = Field(default_factory=dict)
     """Passed to the generator function."""
-
-
-class LimitsConfig(Section):
-    """What an attempt may use. Each stage has its own budget."""
-
-    setup_s: PositiveFloat = 60
-    run_s: PositiveFloat = 600
-    score_s: PositiveFloat = 60
-    cleanup_s: PositiveFloat = 20
-    memory_mb: PositiveInt = 4096
-    """Address space of each process of the agent."""
-    num_processes: PositiveInt = 256
-    """Processes of the agent at once."""
-    file_mb: PositiveInt = 1024
-    """Size of one file that the agent writes."""
-    num_files: PositiveInt = 1024
-    """Open files of one process."""
-    output_mb: PositiveInt = 16
-    """stdout and stderr kept per attempt; more is cut."""
-
-
-class AgentConfig(Section):
-    """The program that is trained in place; manege never looks inside."""
-
-    run: Program | None = None
-    """A command (list of arguments; files beside the run file by their relative path, and a script may import what lies
-    beside it), or `module:function` forked from a warm parent."""
-    harness: str | None = None
-    """Instead of `run`: a known harness, by its name (`manege harness list`)."""
-    task: str | None = None
-    """What a harness is told; `{field}` is replaced by that field of the task's input. None: its field `task` or
-    `prompt`."""
-    common_prompts: bool = False
-    """Take dates and session ids out of a known harness's prompts, so that the rollouts of a group begin alike."""
-    env: dict[str, str] = Field(default_factory=dict)
-    """Environment of the agent; `{field}` is replaced by that field of the task's input."""
-    setup: Program | None = None
-    """Run before the agent, outside its sandbox, to prepare the workspace: f(task, workspace)."""
-    limits: LimitsConfig = LimitsConfig()
-
-    @model_validator(mode="after")
-    def _one_program(self) -> "AgentConfig":
-        if (self.run is None) == (self.harness is None):
-            raise ValueError("name the agent's program: set either run or harness")
-        if self.task is not None and self.harness is None:
-            raise ValueError("task is what a harness is told: it needs harness")
-        return self
-
-
-class ScorerConfig(Section):
-    """The program that judges what an attempt left behind."""
-
-    run: Program
-    """`module:function` called as f(task, attempt) -> float | None, or a command that prints a JSON number or null; or,
-    with rewards of single calls, an object {"reward": ..., "calls": {id: number}}."""
-    reward_from: Literal["scorer", "agent"] = "scorer"
-    """`agent`: the agent posts its own `reward` event, as agents written for Agent Lightning do."""
-    success_reward: float = 1.0
-    """A rollout with at least this reward counts as a success in the tables."""
 
 
 class EvaluationConfig(Section):
@@ -188,7 +130,9 @@ class ControllerConfig(Section):
     lease_s: PositiveFloat = 30
     """A controller that is silent for so long has lost its rollouts."""
     max_attempts: PositiveInt = 2
-    """Attempts per rollout in all; a new one follows only an infrastructure failure."""
+    """Attempts per rollout in all; a new one follows only an infrastructure failure ..."""
+    retry_s: Annotated[float, Field(ge=0, le=3600)] = 2
+    """... after so long, twice as long before the next one, and so on, up to five minutes."""
     keep_workspaces: bool = False
     """Keep what agents left behind, beside their logs in the run folder, for debugging."""
 
@@ -197,18 +141,6 @@ class ControllerConfig(Section):
         if self.min_slots > self.slots:
             raise ValueError(f"min_slots = {self.min_slots} is more than slots = {self.slots}")
         return self
-
-
-class SandboxConfig(Section):
-    """Isolation of agents."""
-
-    mode: Literal["auto", "off"] = "auto"
-    """`auto`: all layers that this machine has; without Landlock and seccomp a run needs `unsafe`."""
-    unsafe: bool = False
-    """Run agents even where they cannot be isolated (`--unsafe`)."""
-    readable: list[str] = Field(default_factory=list)
-    """Files and folders outside the workspace that agents may read, beside system folders, the interpreter and their
-    code; relative to the run file."""
 
 
 class RunConfig(Section):
@@ -231,6 +163,7 @@ class RunConfig(Section):
     engine: EngineConfig = EngineConfig()
     controller: ControllerConfig = ControllerConfig()
     sandbox: SandboxConfig = SandboxConfig()
+    kubernetes: KubernetesConfig = KubernetesConfig()
     quick: dict[str, Any] = Field(default_factory=dict)
     """Dotted overrides that `--quick` applies."""
 

@@ -104,6 +104,9 @@ class CreditConfig(Section):
     """Tokens before that limit over which the penalty rises from zero."""
     length_penalty: PositiveFloat = 1.0
     """Taken off the reward of a rollout that is too long or was cut short, once if both."""
+    flagged: Literal["keep", "mask", "zero"] = "keep"
+    """Rollouts whose hack report says that they tried to cheat (docs/concepts/sandbox.md): trained as they are, left
+    out of the baseline and the loss, or given reward 0."""
     min_trained_fraction: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Stop with a diagnosis when a smaller share of a step's sampled tokens is trained."""
     shuffle_rewards: bool = False

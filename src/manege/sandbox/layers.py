@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 __all__ = ["Layers"]
 
@@ -16,6 +17,18 @@ class Layers:
     """Version of the kernel's Landlock; 0: none."""
     seccomp: bool
     """System call filter."""
+    namespaces: bool = False
+    """User, PID, mount, IPC, network and UTS namespaces of its own, with a root of its own."""
+    overlay: bool = False
+    """Overlay mounts in such a namespace."""
+    cgroup: Literal["v1", "v2"] | None = None
+    """Limits on all processes of an attempt together; None: this user may make no groups."""
+    uids: bool = False
+    """A user id of its own for each attempt: only root can give them."""
+    notify: bool = False
+    """What an agent tries in vain is seen (seccomp user notification)."""
+    bubblewrap: bool = False
+    """`namespaces` come from bubblewrap, because this user may not make any."""
 
     @property
     def isolates(self) -> bool:

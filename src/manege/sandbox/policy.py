@@ -49,6 +49,13 @@ class Policy:
     """Whether it gets pseudo-terminals of its own; without, it has none."""
     folders: Mapping[str, str] = field(default_factory=dict)
     """Folders at a fixed place, and the private folder that it finds there."""
+    listen_port: int | None = None
+    """With namespaces: the port of its 127.0.0.1 that answers, whose listening socket goes to the launcher; None:
+    nothing answers."""
+    host_network: bool = False
+    """Whether it stays in the network of this machine: for a scorer that asks a judge."""
+    uid: int | None = None
+    """With `layers.uids`: the user that it is outside; owns `writable`. None: ours."""
 
 
 def apply(policy: Policy, *, code: Iterable[str], listable: Iterable[str] = ()) -> None:

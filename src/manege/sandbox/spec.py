@@ -10,10 +10,36 @@ from typing import Any
 
 from manege.sandbox.policy import Policy
 
-__all__ = ["Exit", "Limits", "ProcessSpec", "Program"]
+__all__ = ["Exit", "Limits", "Overlay", "ProcessSpec", "Program", "Seen"]
 
 Program = str | Sequence[str]
 """`module:function`, called in a fork of a warm parent, or a command as a list of arguments."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overlay:
+    """A folder that is seen in place of another, by this process tree alone: changes go to `upper`."""
+
+    place: str
+    """Where it is seen; exists."""
+    lower: Sequence[str]
+    """Folders that are never written, the topmost first."""
+    upper: str
+    """Takes what is written; on one file system with `work`."""
+    work: str
+    """Empty, for the kernel."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Seen:
+    """Something that a process tree tried and that an honest one has no need of."""
+
+    kind: str
+    """`file`, `network`, `git` or `packages`."""
+    detail: str
+    """A path, an address or a command line, cut to 200 characters."""
+    count: int
+    """How often."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +57,8 @@ class Limits:
     """Open files of a process."""
     num_processes: int | None = None
     """Descendants at once; more end the attempt."""
+    cpus: float | None = None
+    """Cores' worth of time, of all descendants together."""
     output_bytes: int = 16 << 20
     """stdout and stderr that are kept, each."""
 
@@ -52,6 +80,8 @@ class ProcessSpec:
     limits: Limits
     policy: Policy | None
     """None: a program of the user's own, not sandboxed but in its own process tree."""
+    overlay: Overlay | None = None
+    """Mounted before anything else is done, with `policy` or without."""
     stdin: bytes = b""
     """For a command."""
     args: Sequence[Any] = ()
@@ -80,6 +110,8 @@ class Exit:
     """What the function returned, as JSON text; a value that JSON lacks as its repr. None: it did not return."""
     error: str | None = None
     """Why the program could not be started; None: it was."""
+    seen: Sequence[Seen] = ()
+    """What it tried in vain, most often first."""
 
     @property
     def how(self) -> str:

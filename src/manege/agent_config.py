@@ -1,0 +1,112 @@
+"""The sections `agent`, `scorer` and `sandbox` of a run file: what runs, what judges it, and what it may touch."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from manege.section import PositiveFloat, PositiveInt, Section
+
+__all__ = ["AgentConfig", "LimitsConfig", "Program", "SandboxConfig", "ScorerConfig", "WorkspaceConfig"]
+
+Program = str | list[str]
+"""`"module:function"`, run from a warm parent, or a command as a list of arguments."""
+
+
+class LimitsConfig(Section):
+    """What an attempt may use. Each stage has its own budget."""
+
+    setup_s: PositiveFloat = 60
+    run_s: PositiveFloat = 600
+    score_s: PositiveFloat = 60
+    cleanup_s: PositiveFloat = 20
+    memory_mb: PositiveInt = 4096
+    """Address space of each process of the agent."""
+    num_processes: PositiveInt = 256
+    """Processes of the agent at once."""
+    file_mb: PositiveInt = 1024
+    """Size of one file that the agent writes."""
+    num_files: PositiveInt = 1024
+    """Open files of one process."""
+    cpus: PositiveFloat | None = None
+    """Cores' worth of time, of all its processes together, where the machine has cgroups; None: no limit."""
+    output_mb: PositiveInt = 16
+    """stdout and stderr kept per attempt; more is cut."""
+
+
+class WorkspaceConfig(Section):
+    """What an agent's workspace holds when it begins. It is made once for equal contents, and each rollout gets a view
+    or a cheap copy of it; `{field}` is replaced by that field of the task's input."""
+
+    source: str
+    """A folder, an archive (.tar, .tar.gz, .tar.xz, .tar.zst, .zip) or a Git repository (with `commit`); a relative
+    path is relative to the run file. Its `.git` is never part of the workspace."""
+    commit: str | None = None
+    """A commit, tag or branch of the repository `source`, a path or a URL."""
+    setup: list[list[str]] = Field(default_factory=list)
+    """Commands run in it one after another, once, before any agent sees it."""
+
+
+class AgentConfig(Section):
+    """The program that is trained in place; manege never looks inside."""
+
+    run: Program | None = None
+    """A command (list of arguments; files beside the run file by their relative path, and a script may import what lies
+    beside it), or `module:function` forked from a warm parent."""
+    harness: str | None = None
+    """Instead of `run`: a known harness, by its name (`manege harness list`)."""
+    task: str | None = None
+    """What a harness is told; `{field}` is replaced by that field of the task's input. None: its field `task` or
+    `prompt`."""
+    common_prompts: bool = False
+    """Take dates and session ids out of a known harness's prompts, so that the rollouts of a group begin alike."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment of the agent; `{field}` is replaced by that field of the task's input."""
+    setup: Program | None = None
+    """Run before the agent, outside its sandbox, to prepare the workspace: f(task, workspace)."""
+    workspace: WorkspaceConfig | None = None
+    """What the workspace holds before `setup`; None: nothing."""
+    limits: LimitsConfig = LimitsConfig()
+
+    @model_validator(mode="after")
+    def _one_program(self) -> "AgentConfig":
+        if (self.run is None) == (self.harness is None):
+            raise ValueError("name the agent's program: set either run or harness")
+        if self.task is not None and self.harness is None:
+            raise ValueError("task is what a harness is told: it needs harness")
+        return self
+
+
+class ScorerConfig(Section):
+    """The program that judges what an attempt left behind."""
+
+    run: Program
+    """`module:function` called as f(task, attempt) -> float | None, or a command that prints a JSON number or null; or
+    an object {"reward": ..., "calls": {id: number}, "message": "one line"}, of which the last two may be left out."""
+    files: dict[str, str] = Field(default_factory=dict)
+    """Files of the workspace that only the scorer gets: path to text; `{field}` is replaced by that field of the task,
+    hidden ones included."""
+    restore: list[str] = Field(default_factory=list)
+    """Paths of the workspace that the scorer finds as they were before the agent (`tests/**`, `conftest.py`): what it
+    changed there is undone, what it added is gone, and it is reported."""
+    readable: list[str] = Field(default_factory=list)
+    """Files and folders that the scorer may read beside workspace, system, interpreter and its own code; relative to
+    the run file."""
+    network: bool = False
+    """Let it reach the network, for a judge elsewhere."""
+    reward_from: Literal["scorer", "agent"] = "scorer"
+    """`agent`: the agent posts its own `reward` event, as agents written for Agent Lightning do."""
+    success_reward: float = 1.0
+    """A rollout with at least this reward counts as a success in the tables."""
+
+
+class SandboxConfig(Section):
+    """Isolation of agents."""
+
+    mode: Literal["auto", "strict", "off"] = "auto"
+    """`auto`: all layers that this machine has; without Landlock and seccomp a run needs `unsafe`. `strict`: none may
+    be missing that keeps an agent from files, processes or networks."""
+    unsafe: bool = False
+    """Run agents even where they cannot be isolated (`--unsafe`)."""
+    readable: list[str] = Field(default_factory=list)
+    """Files and folders outside the workspace that agents may read, beside system folders, the interpreter and their
+    code; relative to the run file."""
