@@ -5,19 +5,18 @@ exception. The scorer starts when every process of the agent is dead. Cancelling
 """
 
 import asyncio
-import os
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from manege.client import Claim, Client
-from manege.config import AgentConfig, LimitsConfig, RunConfig
-from manege.controller.environment import agent_environment, system_environment
+from manege.config import AgentConfig, RunConfig
+from manege.controller.agent_process import agent_process
+from manege.controller.environment import system_environment
 from manege.controller.folders import AttemptFolders, make_folders, whole_task
-from manege.controller.launch import Launch, find_program, harness_launch, program_launch, task_text
+from manege.controller.launch import find_program
 from manege.controller.outcome import judge_agent, judge_score
 from manege.controller.record import AttemptRecord
 from manege.controller.scoring import Verdict, score
@@ -25,7 +24,6 @@ from manege.errors import EngineError, HarnessError, ManegeError, UnavailableErr
 from manege.logs import get_logger, kv
 from manege.sandbox.launcher import Launcher
 from manege.sandbox.layers import Layers
-from manege.sandbox.policy import Policy
 from manege.sandbox.spec import Exit, Limits, ProcessSpec
 from manege.store.base import Ending
 from manege.types import Delivered, Outcome, Rollout
@@ -135,48 +133,16 @@ class LocalRunner:
             raise HarnessError(f"the setup failed with {ended.how}: {_tail(log).strip() or 'it printed nothing'}")
 
     async def _run_agent(self, claim: Claim, config: RunConfig, folders: AttemptFolders) -> Exit:
-        agent, tasks, gateway_url = config.agent, config.tasks, self.client.url
-        launch = await self._launch(claim, agent, folders)
-        policy = Policy(
+        spec = await agent_process(
+            claim,
+            config,
+            folders,
+            client=self.client,
             layers=self.layers,
-            writable=[str(path) for path in (folders.workspace, folders.home, folders.scratch)],
-            readable=[str(folders.task_file), *self.readable, *launch.readable],
-            private=[str(self.folder), *(path for path in (tasks.train, tasks.heldout) if path)],
-            tcp_ports=[_port(gateway_url)],
-            protected_pids=[os.getpid()],
-            terminals=launch.terminals,
-            folders=launch.folders,
+            readable=self.readable,
+            private=[self.folder],
         )
-        spec = ProcessSpec(
-            program=launch.program,
-            role="agent",
-            env=agent_environment(
-                claim.rollout,
-                gateway_url=gateway_url,
-                agent_key=claim.agent_key,
-                folders=folders,
-                given=launch.env,
-                mapped=agent.env,
-            ),
-            cwd=str(folders.workspace),
-            stdout=str(folders.logs / "stdout.txt"),
-            stderr=str(folders.logs / "stderr.txt"),
-            limits=_limits(agent.limits, javascript=launch.javascript),
-            policy=policy,
-        )
-        return await self.launcher.run(spec, agent.limits.run_s)
-
-    async def _launch(self, claim: Claim, agent: AgentConfig, folders: AttemptFolders) -> Launch:
-        if agent.harness is None:
-            return program_launch(agent)
-        return harness_launch(
-            agent.harness,
-            task=task_text(agent, claim.rollout.spec.task.input),
-            gateway_url=self.client.url,
-            agent_key=claim.agent_key,
-            context_limit=await self.client.context_limit(claim.rollout),
-            folders=folders,
-        )
+        return await self.launcher.run(spec, config.agent.limits.run_s)
 
     async def _record(self, rollout: Rollout, ended: Exit, folders: AttemptFolders) -> AttemptRecord:
         calls = await self.client.calls([rollout.spec.id])
@@ -236,18 +202,6 @@ async def _remove(folders: AttemptFolders, timeout_s: float) -> None:
         _log.warning(kv("workspace still being removed", folder=folders.root, after_s=timeout_s))
 
 
-def _limits(config: LimitsConfig, *, javascript: bool) -> Limits:
-    memory_bytes = config.memory_mb << 20
-    return Limits(
-        memory_bytes=None if javascript else memory_bytes,
-        resident_bytes=memory_bytes if javascript else None,
-        file_bytes=config.file_mb << 20,
-        num_files=config.num_files,
-        num_processes=config.num_processes,
-        output_bytes=config.output_mb << 20,
-    )
-
-
 def _evidence(ended: Exit, record: AttemptRecord) -> dict[str, object]:
     return {
         "exit_code": ended.code,
@@ -258,11 +212,6 @@ def _evidence(ended: Exit, record: AttemptRecord) -> dict[str, object]:
         "stdout_tail": record.stdout[-_TAIL_CHARS:],
         "stderr_tail": record.stderr[-_TAIL_CHARS:],
     }
-
-
-def _port(url: str) -> int:
-    parts = urlsplit(url)
-    return parts.port or (443 if parts.scheme == "https" else 80)
 
 
 def _text(path: Path) -> str:
