@@ -9,7 +9,7 @@ import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import MetaData, insert, select
+from sqlalchemy import MetaData, delete, insert, select
 
 from manege.errors import ConfigError, StoreError
 from manege.store import migrations, tables
@@ -42,6 +42,7 @@ def write_old(url, version, tmp_path):
         known.reflect(reading)
         for table in known.sorted_tables:
             rows = [dict(row) for row in reading.execute(select(table)).mappings()]
+            writing.execute(delete(table))  # what its migration put in
             if rows:
                 writing.execute(insert(table), rows)
     source.dispose()
@@ -94,6 +95,16 @@ async def test_a_database_of_schema_1_is_brought_to_the_newest_with_all_it_holds
     await again.close()
 
 
+async def test_a_database_of_schema_2_is_brought_to_the_newest_and_its_failed_rollout_is_tried_at_once(url, tmp_path):
+    write_old(url, 2, tmp_path)
+    store = await SqlStore.open(url)
+    (waiting,) = (await store.list_rollouts(run="new")).rollouts
+    assert (waiting.state, waiting.attempt, waiting.message) == (RolloutState.QUEUING, 1, "node died")
+    assert [call.id for call in (await store.calls(["done"]))["done"]] == ["c1", "c2", "c3", "c4", "c5"]
+    assert [rollout.spec.id for rollout in await store.claim(controller="c", limit=9, lease_s=9)] == ["waiting"]
+    await store.close()
+
+
 async def test_migrated_tables_are_those_that_the_code_would_make(url):
     engine = database_of(url).writing()
     with engine.begin() as connection:
@@ -118,7 +129,7 @@ async def test_a_migration_that_fails_changes_nothing(tmp_path):
         connection.execute("UPDATE calls SET record = 'no JSON' WHERE id = 'r1'")
         connection.commit()
         before = list(connection.iterdump())
-    with pytest.raises(StoreError, match=r"from schema 0001 to 0002 and is as it was: JSONDecodeError"):
+    with pytest.raises(StoreError, match=r"from schema 0001 to 0003 and is as it was: JSONDecodeError"):
         await SqlStore.open(path)
     with closing(sqlite3.connect(path)) as connection:
         assert list(connection.iterdump()) == before

@@ -24,8 +24,8 @@ async def running(store, *names, **changes):
     return await store.claim(controller="c", limit=len(names), lease_s=30)
 
 
-async def finish(store, name, attempt=0, outcome=Outcome.OK, reward=None, message=None, evidence=None):
-    ending = Ending(outcome=outcome, reward=reward, message=message, evidence=evidence or {})
+async def finish(store, name, attempt=0, outcome=Outcome.OK, reward=None, message=None, evidence=None, **changes):
+    ending = Ending(outcome=outcome, reward=reward, message=message, evidence=evidence or {}, **changes)
     return await store.finish(name, attempt, ending)
 
 
@@ -125,6 +125,21 @@ async def test_infrastructure_failures_start_new_attempts_until_none_is_left(sto
         await finish(store, "a", 0)
     ended = await finish(store, "a", 1, outcome=Outcome.INFRA_ERROR)
     assert (ended.state, ended.reward) == (RolloutState.FAILED, None)
+
+
+async def test_a_failed_rollout_rests_before_it_is_claimed_again_and_others_pass_it(store, clock):
+    await running(store, "a", max_attempts=3)
+    await store.create_rollouts([spec("b")])
+    await finish(store, "a", outcome=Outcome.INFRA_ERROR, retry_after_s=8)
+    assert [rollout.spec.id for rollout in await store.claim(controller="c", limit=9, lease_s=30)] == ["b"]
+    clock.now_s += 7.5
+    assert await store.claim(controller="c", limit=9, lease_s=30) == []
+    clock.now_s += 0.5
+    (again,) = await store.claim(controller="c", limit=9, lease_s=30)
+    assert (again.spec.id, again.attempt) == ("a", 1)
+    # Given back by a controller that stops, it need not rest.
+    assert await store.renew(controller="c", rollout_ids=["a"], lease_s=0) == []
+    assert [rollout.attempt for rollout in await store.claim(controller="d", limit=9, lease_s=30)] == [2]
 
 
 async def test_the_last_posted_reward_of_the_attempt_counts_only_where_agents_judge(store):

@@ -9,7 +9,7 @@ import pytest
 from manege.controller.environment import agent_environment, fill
 from manege.controller.folders import make_folders, remove_left_over
 from manege.controller.outcome import judge_agent, judge_score
-from manege.controller.plan import Actions, Lease, plan
+from manege.controller.plan import Actions, Lease, plan, retry_after_s
 from manege.controller.record import AttemptRecord
 from manege.controller.scoring import Verdict, parse_verdict
 from manege.errors import HarnessError
@@ -40,6 +40,11 @@ def lease(attempt=0, ends_s=130.0):
 def test_the_plan_follows_from_leases_and_agents(desired, actual, actions):
     want = Actions(**({"start": [], "kill": [], "renew": [], "num_claim": 0} | actions))
     assert plan(desired, actual, now_s=100.0, slots=2, renew_before_s=10.0) == want
+
+
+def test_a_failed_rollout_rests_twice_as_long_after_each_attempt_up_to_five_minutes():
+    assert [retry_after_s(attempt, 2) for attempt in range(9)] == [2, 4, 8, 16, 32, 64, 128, 256, 300]
+    assert retry_after_s(3, 0) == 0
 
 
 @pytest.mark.parametrize(("text", "reward"), [("1", 1.0), ("0.5", 0.5), ("-0.25", -0.25), ("1e3", 1e3), ("null", None)])

@@ -21,7 +21,7 @@ from manege.config import ControllerConfig, RunConfig, SandboxConfig, parse_conf
 from manege.controller.concurrency import Concurrency
 from manege.controller.folders import remove_left_over
 from manege.controller.local import LocalRunner
-from manege.controller.plan import Actions, Lease, plan
+from manege.controller.plan import Actions, Lease, plan, retry_after_s
 from manege.errors import (
     ConfigError,
     ConflictError,
@@ -209,6 +209,7 @@ class Controller:
 
     async def _post(self, claim: Claim, ending: Ending) -> None:
         rollout = claim.rollout
+        ending = replace(ending, retry_after_s=retry_after_s(rollout.attempt, self._config.retry_s))
         try:
             await _reach(lambda: self._client.finish(rollout.spec.id, rollout.attempt, ending))
         except (ConflictError, NotFoundError) as error:  # cancelled, taken over or deleted meanwhile

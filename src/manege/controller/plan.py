@@ -9,7 +9,10 @@ from dataclasses import dataclass
 
 from manege.types import RolloutId
 
-__all__ = ["Actions", "Lease", "plan"]
+__all__ = ["Actions", "Lease", "plan", "retry_after_s"]
+
+_LONGEST_RETRY_S = 300.0
+"""Whatever was away will hardly need longer, and a person who mends it should not have to wait."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,3 +55,8 @@ def plan(
         renew=list(live) if is_due else [],
         num_claim=max(0, slots - len(live.keys() | actual.keys())),
     )
+
+
+def retry_after_s(attempt: int, first_s: float) -> float:
+    """How long a rollout rests after an attempt (from 0) that the infrastructure failed."""
+    return min(_LONGEST_RETRY_S, first_s * 2**attempt)

@@ -16,7 +16,7 @@ from manege.http import ClientGone, Connection
 __all__ = ["Feed"]
 
 RECHECK_S = 1.0
-"""How late a lease that ran out may be noticed."""
+"""How late it may be noticed that a lease ran out, or that a failed rollout may be tried again."""
 
 T = TypeVar("T")
 

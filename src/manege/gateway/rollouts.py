@@ -78,6 +78,7 @@ class _Finish(BaseModel):
     message: str | None = None
     evidence: dict[str, Any] = Field(default_factory=dict)
     call_rewards: dict[CallId, Number] = Field(default_factory=dict)
+    retry_after_s: Annotated[float, Field(ge=0, le=3600)] = 0
 
 
 class _RolloutIds(BaseModel):
@@ -196,6 +197,7 @@ class _Rollouts:
             message=body.message,
             evidence=body.evidence,
             call_rewards=body.call_rewards,
+            retry_after_s=body.retry_after_s,
         )
         return answer(await self._store.finish(_rollout_id(request), path_attempt(request), ending))
 

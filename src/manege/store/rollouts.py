@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import orjson
-from sqlalchemy import Connection, Row, Select, and_, bindparam, delete, insert, select, update
+from sqlalchemy import Connection, Row, Select, and_, bindparam, delete, func, insert, select, update
 
 from manege.errors import ConflictError, NotFoundError, UnprocessableError
 from manege.store.base import Ending
@@ -118,8 +118,9 @@ def claim(
     for lost in query(connection, select(rollouts).where(is_lost).order_by(rollouts.c.seq)):
         message = f"attempt {lost.attempt} was lost: its controller died, or stopped renewing the lease"
         _end_attempt(connection, lost, Ending(outcome=Outcome.INFRA_ERROR, message=message), now_s)
-    queued = select(rollouts).where(rollouts.c.state == RolloutState.QUEUING).order_by(rollouts.c.seq).limit(limit)
-    taken = query(connection, queued)
+    is_due = func.coalesce(rollouts.c.not_before_s, 0) <= now_s
+    queued = select(rollouts).where(rollouts.c.state == RolloutState.QUEUING, is_due)
+    taken = query(connection, queued.order_by(rollouts.c.seq).limit(limit))
     for rollout in taken:
         _start(connection, rollout.spec.id, now_s, controller=controller, lease_s=lease_s)
     return [get(connection, rollout.spec.id) for rollout in taken]
@@ -214,7 +215,8 @@ def _end_attempt(connection: Connection, rollout: Rollout, ending: Ending, now_s
     """Another attempt after an infrastructure failure, if one is left; else the end of the rollout."""
     is_last = rollout.attempt + 1 >= rollout.spec.max_attempts
     if ending.outcome is Outcome.INFRA_ERROR and rollout.state is RolloutState.RUNNING and not is_last:
-        _leave(connection, rollout, ending, state=RolloutState.QUEUING, attempt=rollout.attempt + 1)
+        again = {"attempt": rollout.attempt + 1, "not_before_s": now_s + ending.retry_after_s}
+        _leave(connection, rollout, ending, state=RolloutState.QUEUING, **again)
     else:
         _end(connection, rollout, ending, now_s)
 

@@ -177,9 +177,10 @@ class SqlStore(StoreReader):
         )
 
     async def finish(self, rollout_id: RolloutId, attempt: int, ending: Ending) -> Rollout:
-        """End an attempt. infra_error with attempts left: back to queuing with attempt + 1. Otherwise the rollout is
-        terminal with `reward`, or the outcome's default when None; with `reward_from = "agent"` the last `reward`
-        event of this attempt stands in for None. Raises ConflictError for another attempt or a terminal rollout."""
+        """End an attempt. infra_error with attempts left: back to queuing with attempt + 1, claimed again no earlier
+        than the ending says. Otherwise the rollout is terminal with `reward`, or the outcome's default when None; with
+        `reward_from = "agent"` the last `reward` event of this attempt stands in for None. Raises ConflictError for
+        another attempt or a terminal rollout."""
         return await self._write(
             lambda connection: rollouts.finish(connection, rollout_id, attempt, ending, self._clock())
         )

@@ -22,7 +22,7 @@ __all__ = [
     "version",
 ]
 
-SCHEMA_VERSION = "0002"
+SCHEMA_VERSION = "0003"
 """The last revision in `migrations/versions`."""
 
 metadata = MetaData()
@@ -76,6 +76,8 @@ rollouts = Table(
     # None while running: whoever started it watches it without a lease (Agent Lightning's controller).
     Column("lease_until_s", Float),
     Column("lease_s", Float),
+    # While queued after a failure: when it may be claimed again.
+    Column("not_before_s", Float),
     Index("rollouts_by_state", "state", "seq"),
     Index("rollouts_by_run", "run", "seq"),
     Index("rollouts_by_completion", "run", "completion"),
