@@ -16,10 +16,10 @@ from collections.abc import Iterable, Sequence
 
 from manege.sandbox.syscalls import Arch, syscall
 
-__all__ = ["build_filter", "has_seccomp", "install"]
+__all__ = ["build_filter", "build_watch_filter", "has_seccomp", "install"]
 
 _SET_MODE_FILTER, _GET_ACTION_AVAIL = 1, 2
-_KILL_PROCESS, _ERRNO, _ALLOW = 0x80000000, 0x00050000, 0x7FFF0000
+_KILL_PROCESS, _ERRNO, _ALLOW, _NOTIFY = 0x80000000, 0x00050000, 0x7FFF0000, 0x7FC00000
 
 # <linux/bpf_common.h>: class | size | mode of the few instructions that are needed.
 _LOAD, _JUMP_EQUAL, _JUMP_GREATER_EQUAL, _JUMP_ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
@@ -99,11 +99,25 @@ def build_filter(arch: Arch, *, protected_pids: Iterable[int]) -> bytes:
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in program)
 
 
-def install(program: bytes) -> None:
-    """Apply the filter to this process and all that it will start. Needs no_new_privs."""
+def build_watch_filter(arch: Arch, names: Iterable[str]) -> bytes:
+    """A program that lets a listener see these calls first. What `build_filter` denies, it never gets to see."""
+    program: list[_Instruction] = [
+        (_LOAD, 0, 0, _ARCHITECTURE),
+        (_JUMP_EQUAL, 1, 0, arch.audit),
+        (_RETURN, 0, 0, _ALLOW),
+        (_LOAD, 0, 0, _NUMBER),
+    ]
+    for name in names:
+        program += [(_JUMP_EQUAL, 0, 1, arch.numbers[name]), (_RETURN, 0, 0, _NOTIFY)]
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in [*program, (_RETURN, 0, 0, _ALLOW)])
+
+
+def install(program: bytes, *, flags: int = 0) -> int:
+    """Apply the filter to this process and all that it will start; returns its listener, if `flags` ask for one. Needs
+    no_new_privs."""
     instructions = ctypes.create_string_buffer(program, len(program))
     sock_fprog = struct.pack("HP", len(program) // 8, ctypes.addressof(instructions))
-    syscall("seccomp", _SET_MODE_FILTER, 0, sock_fprog)
+    return syscall("seccomp", _SET_MODE_FILTER, flags, sock_fprog)
 
 
 def _deny(code: int) -> _Instruction:

@@ -40,6 +40,8 @@ class Seen:
     """A path, an address or a command line, cut to 200 characters."""
     count: int
     """How often."""
+    flags: bool
+    """Whether it is an attempt to cheat, as far as can be told (docs/concepts/sandbox.md)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +113,7 @@ class Exit:
     error: str | None = None
     """Why the program could not be started; None: it was."""
     seen: Sequence[Seen] = ()
-    """What it tried in vain, most often first."""
+    """What it tried in vain: what flags first, then what it tried most often."""
 
     @property
     def how(self) -> str:

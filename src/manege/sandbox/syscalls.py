@@ -45,6 +45,7 @@ _COMMON = {
     "fspick": 433,
     "pidfd_open": 434,
     "clone3": 435,
+    "openat2": 437,
     "pidfd_getfd": 438,
     "mount_setattr": 442,
     "landlock_create_ruleset": 444,
@@ -56,6 +57,7 @@ _COMMON = {
 # fmt: off
 _ARCHS = {
     "x86_64": Arch(audit=0xC000003E, numbers=_COMMON | {
+        "open": 2, "connect": 42, "execve": 59, "openat": 257, "execveat": 322,
         "socket": 41, "sendto": 44, "sendmsg": 46, "socketpair": 53, "clone": 56, "kill": 62, "ptrace": 101,
         "capset": 126, "rt_sigqueueinfo": 129, "pivot_root": 155, "mount": 165, "umount2": 166, "init_module": 175,
         "delete_module": 176, "tkill": 200, "tgkill": 234, "kexec_load": 246, "add_key": 248, "request_key": 249,
@@ -64,6 +66,7 @@ _ARCHS = {
         "prlimit64": 302, "seccomp": 317, "bpf": 321, "userfaultfd": 323,
     }),
     "aarch64": Arch(audit=0xC00000B7, numbers=_COMMON | {
+        "openat": 56, "connect": 203, "execve": 221, "execveat": 281,
         "umount2": 39, "mount": 40, "pivot_root": 41, "capset": 91, "unshare": 97, "kexec_load": 104,
         "init_module": 105, "delete_module": 106, "ptrace": 117, "kill": 129, "tkill": 130, "tgkill": 131,
         "rt_sigqueueinfo": 138, "socket": 198, "socketpair": 199, "sendto": 206, "sendmsg": 211, "add_key": 217,
