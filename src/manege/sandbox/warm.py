@@ -21,6 +21,7 @@ from typing import NoReturn
 
 from manege.errors import HarnessError
 from manege.programs import import_function
+from manege.sandbox import cgroups
 from manege.sandbox.child import Function, run_child
 from manege.sandbox.code import imported_paths, interpreter_paths
 from manege.sandbox.spec import Exit, ProcessSpec
@@ -42,6 +43,7 @@ def main(control_descriptor: int, program: str, role: str, preload: Sequence[str
         control.sendall(str(error).encode())
         return
     code = [*interpreter_paths(), *(imported_paths() if function else [])]
+    cgroups.remove_leftovers()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # supervisors are reaped by the kernel
     gc.collect()
@@ -87,11 +89,7 @@ def _supervise(function: Function | None, code: Sequence[str], request: int, lif
             file.seek(0)
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
             outputs = [os.open(path, flags, 0o600) for path in (spec.stdout, spec.stderr)]
-
-            def start(pipe: int) -> NoReturn:
-                run_child(spec, function, code, outputs, file.fileno(), pipe)
-
-            ended = supervise(start, lifeline, outputs, spec.limits)
+            ended = _run(spec, function, code, outputs, file.fileno(), lifeline)
             file.seek(0)
             ended = replace(ended, reply=file.readall().decode("utf-8", "replace") or None)
     except OSError as error:
@@ -100,3 +98,33 @@ def _supervise(function: Function | None, code: Sequence[str], request: int, lif
     with contextlib.suppress(OSError):  # the controller may be gone
         lifeline.sendall(json.dumps(asdict(ended)).encode())
     os._exit(0)
+
+
+def _run(
+    spec: ProcessSpec,
+    function: Function | None,
+    code: Sequence[str],
+    outputs: Sequence[int],
+    reply: int,
+    lifeline: socket.socket,
+) -> Exit:
+    """Until all is dead, in a control group where the policy's layers have one. Raises OSError."""
+    with contextlib.ExitStack() as stack:
+        group = None
+        if spec.policy is not None and spec.policy.layers.cgroup:
+            group = stack.enter_context(cgroups.limited(spec.limits))
+            spec = replace(spec, limits=cgroups.others(spec.limits))
+
+        def start(pipe: int) -> NoReturn:
+            try:
+                if group is not None:
+                    group.enter()
+            except OSError as error:  # the supervisor's to tell
+                os.write(pipe, f"control group: {error}".encode())
+                os._exit(1)
+            run_child(spec, function, code, outputs, reply, pipe)
+
+        ended = supervise(start, lifeline, outputs, spec.limits)
+        if group is not None and ended.code and group.out_of_memory():
+            ended = replace(ended, limit="memory")  # a shell, say, whose command was killed
+        return ended
