@@ -81,18 +81,21 @@ class Client:
     def __init__(self, base_url: str, key: str) -> None:
         self.url = base_url.rstrip("/")
         """Also where agents find the gateway."""
+        # Long polls hold a connection each. Proxies of the environment are for the outside.
+        self._transport = httpx.AsyncHTTPTransport(limits=httpx.Limits(max_connections=None), trust_env=False)
         self._http = httpx.AsyncClient(
             base_url=base_url,
             headers={"authorization": f"Bearer {key}"},
             timeout=TIMEOUT_S,
-            # Long polls hold a connection each.
-            limits=httpx.Limits(max_connections=None),
-            # Proxies of the environment are for the outside.
+            transport=self._transport,
             trust_env=False,
         )
         self._has_answered = False
         self._away_s: float | None = None
         """Since when it is away; None: it is not."""
+        self._asking = asyncio.Lock()
+        self._door: tuple[str | None] | None = None
+        """None: not yet asked for."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -216,6 +219,20 @@ class Client:
         """Whether the gateway is paused, its calls in flight and held, the policy version, how its engines are, and
         rollouts per state."""
         return orjson.loads(await self._send("GET", "/proxy/state" + (f"?run={run}" if run else "")))
+
+    async def door(self, *, lost: str | None = None) -> str | None:
+        """The abstract Unix socket where the gateway takes listening sockets, if it has one; whether it can be reached
+        from here is another question. Asked for once, and again when it is `lost`: behind the one that is known, nobody
+        answers any more."""
+        async with self._asking:
+            if self._door is None or (lost is not None and self._door[0] == lost):
+                self._door = ((await self.state()).get("door"),)
+            return self._door[0]
+
+    async def forward(self, request: httpx.Request) -> httpx.Response:
+        """Send somebody else's request as it is, without our key; who asks streams and closes the answer. Raises
+        httpx.TransportError: nothing is tried again."""
+        return await self._transport.handle_async_request(request)
 
     async def context_limit(self, rollout: Rollout) -> int:
         """Tokens of prompt + answer that the model of a running rollout has room for."""

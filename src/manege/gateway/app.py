@@ -16,6 +16,7 @@ from manege.gateway.events import event_routes
 from manege.gateway.feed import Feed
 from manege.gateway.flights import Flights
 from manege.gateway.following import Following
+from manege.gateway.handed import Handed
 from manege.gateway.hold import Gate
 from manege.gateway.leases import lease_routes
 from manege.gateway.memory import AttemptMemory
@@ -57,11 +58,13 @@ def create_app(
     gate, progress = Gate(clock), Progress(clock)
     pool = EnginePool(engines, store, gate.open_s)
     presence = Presence(store, gate, progress, clock)
+    auth = Auth(operator_key=operator_key, store=store, clock=clock)
     services = Services(
         store=store,
         engine=pool,
         own_renderer=renderer,
-        auth=Auth(operator_key=operator_key, store=store, clock=clock),
+        auth=auth,
+        handed=Handed(auth),
         gate=gate,
         pauses=Pauses(store, pool, gate, presence, clock),
         presence=presence,

@@ -148,9 +148,18 @@ class Auth:
             )
         return identity
 
+    def attempt_of(self, key: str) -> tuple[RolloutId, int]:
+        """Whose key it is. Raises UnauthorizedError for one that is not valid, ForbiddenError for the operator's."""
+        owner = self._owner_of(key)
+        if owner is None:
+            raise ForbiddenError("the operator key was given where only an attempt's may be; it opens everything")
+        return owner
+
     def _owner(self, request: Request) -> tuple[RolloutId, int] | None:
         """The attempt whose key was given; None for the operator's."""
-        key = _given_key(request)
+        return self._owner_of(_given_key(request))
+
+    def _owner_of(self, key: str) -> tuple[RolloutId, int] | None:
         if hmac.compare_digest(key.encode(), self._operator_key):
             return None
         prefix, _, rest = key.partition("-")

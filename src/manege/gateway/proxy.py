@@ -128,4 +128,5 @@ class _Proxy:
             "engine": await self._services.engine.state(),
             "recorded_since_s": self._services.flights.recorded_since_s,
             "version": await self._services.store.policy_version(),
+            "door": self._services.handed.door,
         }

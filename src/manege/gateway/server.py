@@ -14,6 +14,7 @@ from starlette.applications import Starlette
 
 from manege.errors import ConfigError
 from manege.gateway.services import Services
+from manege.listening import BACKLOG
 from manege.logs import get_logger, kv
 
 __all__ = ["LOOPBACK", "GatewayServer", "Server"]
@@ -92,7 +93,7 @@ class Server:
     def _bind(self) -> socket.socket:
         try:
             family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-            listener = socket.create_server((self._host, self._port), family=family, backlog=2048)
+            listener = socket.create_server((self._host, self._port), family=family, backlog=BACKLOG)
         except OSError as error:
             raise ConfigError(
                 f"cannot listen on {self._host} port {self._port}: {error.strerror}; "
@@ -122,13 +123,16 @@ class GatewayServer(Server):
             await services.auth.agree(is_alone=not await services.presence.others())
             await services.engine.follow()
             await services.pauses.restore()
+            services.handed.open()
             await super().start()
         except BaseException:
+            services.handed.close()
             await services.presence.end()
             raise
         self._tasks = [
             asyncio.create_task(services.presence.run(), name="signs-of-life"),
             asyncio.create_task(self.app.state.following.run(), name="following"),
+            asyncio.create_task(services.handed.run(self.app, self._uvicorn), name="handed-sockets"),
         ]
         for task in self._tasks:
             task.add_done_callback(_report)
@@ -146,6 +150,7 @@ class GatewayServer(Server):
         if tasks:
             await asyncio.wait(tasks)
             await services.presence.end()
+        services.handed.close()
         await services.engine.close()
 
 

@@ -15,6 +15,7 @@ from manege.gateway.auth import Auth
 from manege.gateway.continuation import Conversation
 from manege.gateway.feed import Feed
 from manege.gateway.flights import Flights
+from manege.gateway.handed import Handed
 from manege.gateway.hold import Gate
 from manege.gateway.memory import AttemptMemory
 from manege.gateway.metrics import Counters
@@ -95,6 +96,8 @@ class Services:
     own_renderer: Renderer | None
     """None: there is no model folder here, so that only engines that take messages can serve."""
     auth: Auth
+    handed: Handed
+    """Sockets inside sandboxes."""
     gate: Gate
     """Model calls run inside `async with gate.enter()`."""
     pauses: Pauses
