@@ -20,8 +20,9 @@ TASK = Task(id="t", input={})
 CENTRED = CreditConfig()
 
 
-def group(name, rewards, *, calls=None, outcomes=None, call_rewards=()):
-    """One rollout per reward; each makes one call with two tokens unless `calls` says otherwise."""
+def group(name, rewards, *, calls=None, outcomes=None, call_rewards=(), flagged=()):
+    """One rollout per reward; each makes one call with two tokens unless `calls` says otherwise. `flagged`: those that
+    tried to cheat."""
     outcomes = outcomes or [Outcome.OK] * len(rewards)
     rollouts = [
         Rollout(
@@ -30,6 +31,7 @@ def group(name, rewards, *, calls=None, outcomes=None, call_rewards=()):
             attempt=0,
             outcome=outcome,
             reward=reward,
+            evidence={"flagged": ["network"]} if i in flagged else {},
             created_s=0.0,
         )
         for i, (reward, outcome) in enumerate(zip(rewards, outcomes, strict=True))
@@ -258,6 +260,70 @@ def test_shuffled_rewards_are_the_same_rewards_of_other_rollouts():
     batch = build(groups, CreditConfig(shuffle_rewards=True))
     given = [rollout.reward for rollout in batch.rollouts]
     assert (sorted(given), given != [4, 3, 2, 1, 8, 7, 6, 5]) == ([1, 2, 3, 4, 5, 6, 7, 8], True)
+
+
+def test_shuffling_gives_no_reward_to_who_has_none():
+    credit = CreditConfig(shuffle_rewards=True, flagged="mask")
+    batch = build([group("a", [4, None, 2, 1], flagged=[2])], credit)
+    assert [rollout.reward is None for rollout in batch.rollouts] == [False, True, True, False]
+
+
+CHEATED = {
+    "keep": ([5 / 3, -4 / 3, -1 / 3], {Reason.TRAINED: 6}),
+    "zero": ([-1, 0, 1], {Reason.TRAINED: 6}),
+    "mask": ([-0.5, 0.5], {Reason.TRAINED: 4, Reason.FLAGGED: 2}),
+}
+
+
+@pytest.mark.parametrize("flagged", CHEATED)
+def test_who_cheated_is_kept_zeroed_or_masked_as_the_run_says(flagged):
+    groups = [group("a", [4, 1, 2], flagged=[0])]
+    want, tokens = CHEATED[flagged]
+    batch = build(groups, CreditConfig(flagged=flagged))
+    got = {item.sample.rollout_id: float(item.advantages_M[0]) for item in batch.samples}
+    names = ["a1", "a2"] if flagged == "mask" else ["a0", "a1", "a2"]
+    assert got == pytest.approx({name: value for name, value in zip(names, want, strict=True) if value})
+    assert {reason: count for reason, count in batch.ledger.tokens.items() if count} == tokens
+    assert (batch.metrics["flagged"], batch.metrics["flagged_rewarded"]) == (1, 1.0)
+    assert (batch.metrics["reward_mean"], batch.metrics["success_rate"]) == (pytest.approx(7 / 3), 1.0)
+    assert batch.metrics["length_penalty_mean"] == 0
+    assert groups[0].rollouts[0].reward == 4
+
+
+def test_a_bad_reward_does_not_become_better_by_cheating():
+    batch = build([group("a", [-4, 0, 1], flagged=[0])], CreditConfig(flagged="zero"))
+    assert batch.rollouts[0].reward == -4
+    assert batch.metrics["flagged_rewarded"] == 0
+
+
+def test_a_group_that_differs_only_in_who_cheated_teaches_that():
+    groups = group("a", [1, 1, 1], flagged=[1])
+    assert not is_informative(groups, CENTRED, None)
+    assert is_informative(groups, CreditConfig(flagged="zero"), None)
+
+
+@pytest.mark.parametrize(("flagged", "want"), [("keep", [2.5, -2.5]), ("zero", [-0.5, 0.5]), ("mask", [0])])
+def test_rewards_of_calls_count_no_more_than_the_rollout_that_made_them(flagged, want):
+    credit = CreditConfig(advantage="returns", flagged=flagged)
+    batch = build(
+        [
+            group(
+                "a",
+                [1, 1],
+                call_rewards=[{"a00": 5.0}, {}],
+                calls=[[make_call("a00", [1], [9], rollout="a0")], [make_call("a10", [1], [9], rollout="a1")]],
+                flagged=[0],
+            )
+        ],
+        credit,
+    )
+    got = [
+        float(advantages_M[0])
+        for rollout in batch.rollouts
+        if rollout.reward is not None
+        for advantages_M in rollout.advantages
+    ]
+    assert got == pytest.approx(want)
 
 
 def test_a_step_with_too_few_trained_tokens_stops_with_its_largest_reasons_and_what_to_do():

@@ -111,6 +111,7 @@ def _cells(steps: Steps, reasons: Sequence[Reason]) -> Mapping[str, str]:
         "  replaced by others": f"{total('refilled_groups')}",
         "rollouts": f"{total('num_rollouts')}",
         "  with a verdict": f"{total('num_verdicts')}",
+        **({"  flagged": f"{total('flagged')}"} if total("flagged") else {}),
         "samples": f"{total('num_samples')}",
         "  per rollout": mean("samples_per_rollout", ".3f"),
         "  rollouts with one": mean("one_sample_fraction", ".1%"),

@@ -12,7 +12,7 @@ from manege.cli.tree_view import CallRow, call_rows
 from manege.config import CreditConfig
 from manege.trainer.algo.fates import SampleRules, reasons
 from manege.trainer.algo.ledger import Reason
-from manege.trainer.credit import CreditedRollout, credit_group, sample_rules, shaped_rewards
+from manege.trainer.credit import CreditedRollout, credit_group, is_flagged, sample_rules, shaped_rewards, why_lost
 from manege.types import TERMINAL, CallId, Rollout, RolloutId
 
 __all__ = ["SeenRollout", "header", "look_at", "to_json"]
@@ -63,7 +63,7 @@ async def look_at(stored: StoredRun, rollout_id: RolloutId) -> SeenRollout:
 def _reasons(credited: CreditedRollout, rules: SampleRules, *, is_lost: bool) -> Sequence[Reason]:
     """As the ledger has them."""
     why = reasons(credited.forest, rules)
-    return [Reason.NO_VERDICT if is_lost and reason is Reason.TRAINED else reason for reason in why]
+    return [why_lost(credited.rollout) if is_lost and reason is Reason.TRAINED else reason for reason in why]
 
 
 def _by_call(credited: CreditedRollout) -> Mapping[CallId, float]:
@@ -108,6 +108,8 @@ def reward_text(rollout: Rollout) -> str:
 
 def _worth(seen: SeenRollout) -> str:
     worth = f"reward {reward_text(seen.rollout)}"
+    if is_flagged(seen.rollout):
+        worth += f", flagged for {', '.join(seen.rollout.evidence['flagged'])} (credit.flagged = {seen.credit.flagged})"
     if seen.advantages is None:
         open_ = sum(each.state not in TERMINAL for each in seen.members)
         return worth + (f", no advantage yet: {open_} of its group have not ended" if open_ else ", no advantage")

@@ -81,7 +81,10 @@ def build_batch(
         ],
         rollouts=rollouts,
         ledger=ledger,
-        metrics={**reward_metrics([*groups, *replaced], success_reward), **batch_metrics(credited, ledger, decode)},
+        metrics={
+            **reward_metrics([*groups, *replaced], success_reward),
+            **batch_metrics(credited, ledger, decode, credit),
+        },
     )
 
 
@@ -105,7 +108,8 @@ def _weighted(rollouts: Sequence[CreditedRollout], credit: CreditConfig) -> Sequ
 
 
 def _shuffled(rewards: Sequence[Sequence[float | None]], rng: random.Random) -> Sequence[Sequence[float | None]]:
-    flat = [reward for row in rewards for reward in row]
+    """Among those that have one: who is masked stays so."""
+    flat = [reward for row in rewards for reward in row if reward is not None]
     rng.shuffle(flat)
     values = iter(flat)
-    return [[next(values) for _ in row] for row in rewards]
+    return [[None if reward is None else next(values) for reward in row] for row in rewards]

@@ -6,10 +6,11 @@ from typing import Any
 
 import numpy as np
 
+from manege.config import CreditConfig
 from manege.trainer.algo.branches import Decode, branches
 from manege.trainer.algo.ledger import Fate, Ledger
 from manege.trainer.collect import Group
-from manege.trainer.credit import CreditedRollout, verdict
+from manege.trainer.credit import CreditedRollout, counted, is_flagged, verdict
 
 __all__ = ["batch_metrics", "reward_metrics"]
 
@@ -19,15 +20,21 @@ _BINS = ((1, "1"), (2, "2"), (4, "3-4"), (8, "5-8"))
 
 def reward_metrics(groups: Sequence[Group], success_reward: float) -> Mapping[str, float]:
     """Verdicts as they were given, before shaping."""
-    given = [reward for group in groups for rollout in group.rollouts if (reward := verdict(rollout)) is not None]
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    flagged = [rollout for rollout in rollouts if is_flagged(rollout)]
+    given, of_flagged = (
+        [reward for each in row if (reward := verdict(each)) is not None] for row in (rollouts, flagged)
+    )
     return {
         "reward_mean": _mean(given),
         "success_rate": _mean([float(reward >= success_reward) for reward in given]),
+        "flagged": len(flagged),
+        "flagged_rewarded": _mean([float(reward >= success_reward) for reward in of_flagged]),
     }
 
 
 def batch_metrics(
-    groups: Sequence[Sequence[CreditedRollout]], ledger: Ledger, decode: Decode | None
+    groups: Sequence[Sequence[CreditedRollout]], ledger: Ledger, decode: Decode | None, credit: CreditConfig
 ) -> Mapping[str, Any]:
     """Of the groups that are trained on; `ledger` is of all that was sampled for the step."""
     rollouts = [rollout for group in groups for rollout in group]
@@ -40,7 +47,9 @@ def batch_metrics(
         "num_verdicts": len(judged),
         "num_calls": sum(len(rollout.forest.calls) for rollout in rollouts),
         "num_samples": sum(num_samples),
-        "length_penalty_mean": _mean([(verdict(each.rollout) or 0.0) - (each.reward or 0.0) for each in judged]),
+        "length_penalty_mean": _mean(
+            [(counted(each.rollout, credit) or 0.0) - (each.reward or 0.0) for each in judged]
+        ),
         "informative_groups": informative,
         "constant_groups": len(groups) - informative,
         "lone_groups": num_verdicts.count(1),

@@ -23,12 +23,15 @@ from manege.types import Call, CallId, FinishReason, FloatArray, Rollout
 
 __all__ = [
     "CreditedRollout",
+    "counted",
     "credit_group",
     "has_gradient",
+    "is_flagged",
     "replaced_ledgers",
     "sample_rules",
     "shaped_rewards",
     "verdict",
+    "why_lost",
 ]
 
 _ZERO = 1e-9
@@ -65,6 +68,19 @@ def verdict(rollout: Rollout) -> float | None:
     return rollout.reward if rollout.outcome is not None and rollout.outcome.counts else None
 
 
+def is_flagged(rollout: Rollout) -> bool:
+    """Whether its hack report says that it tried to cheat (`controller.hacks`)."""
+    return bool(rollout.evidence.get("flagged"))
+
+
+def counted(rollout: Rollout, credit: CreditConfig) -> float | None:
+    """The verdict as the run lets it count, before shaping. `zero` makes no bad reward better."""
+    reward = verdict(rollout)
+    if reward is None or credit.flagged == "keep" or not is_flagged(rollout):
+        return reward
+    return None if credit.flagged == "mask" else min(reward, 0.0)
+
+
 def sample_rules(credit: CreditConfig, max_tokens: int | None) -> SampleRules:
     """What the run leaves out. `max_tokens`: the longest sample."""
     return SampleRules(
@@ -73,9 +89,9 @@ def sample_rules(credit: CreditConfig, max_tokens: int | None) -> SampleRules:
 
 
 def shaped_rewards(group: Group, credit: CreditConfig) -> Sequence[float | None]:
-    """Verdicts, less what their length costs."""
+    """Verdicts that count, less what their length costs."""
     return [
-        None if (reward := verdict(rollout)) is None else reward - _length_penalty(calls, credit)
+        None if (reward := counted(rollout, credit)) is None else reward - _length_penalty(calls, credit)
         for rollout, calls in zip(group.rollouts, group.calls, strict=True)
     ]
 
@@ -96,7 +112,7 @@ def credit_group(
             rollout=rollout,
             forest=forest,
             samples=samples,
-            ledger=ledger.left_out(Reason.NO_VERDICT) if reward is None else ledger,
+            ledger=ledger.left_out(why_lost(rollout)) if reward is None else ledger,
             reward=reward,
             advantages=row,
         )
@@ -104,6 +120,11 @@ def credit_group(
             group.rollouts, forests, built, rewards_G, advantages, strict=True
         )
     ]
+
+
+def why_lost(rollout: Rollout) -> Reason:
+    """Of a rollout without a reward that counts."""
+    return Reason.NO_VERDICT if verdict(rollout) is None else Reason.FLAGGED
 
 
 def replaced_ledgers(group: Group, rules: SampleRules) -> Sequence[Ledger]:
@@ -154,7 +175,11 @@ def _by_call(
     samples_G: Sequence[Sequence[Sample]],
 ) -> Sequence[Sequence[FloatArray]]:
     """One number for all tokens of a call."""
-    earned_G: Sequence[Mapping[CallId, float]] = group.call_rewards or [{}] * len(forests)
+    given_G: Sequence[Mapping[CallId, float]] = group.call_rewards or [{}] * len(forests)
+    earned_G = [
+        {} if credit.flagged == "zero" and is_flagged(rollout) else given
+        for rollout, given in zip(group.rollouts, given_G, strict=True)
+    ]
     rows = return_advantages(
         [
             Earned(

@@ -25,6 +25,7 @@ REMEDIES: Mapping[Reason, str] = {
     Reason.NO_LOGPROBS: "use an engine that returns the log-probability of every sampled token",
     Reason.UNEQUAL_LENGTHS: "use an engine that returns one log-probability per sampled token",
     Reason.EMPTY: "the engine sampled nothing: look at its log",
+    Reason.FLAGGED: "rollouts tried to cheat: see `manege show RUN --hacks`, and credit.flagged",
     Reason.NO_VERDICT: "rollouts ended without a reward: see their messages, and what the scorer returns",
 }
 """One line per reason for which a token is not trained."""

@@ -42,6 +42,8 @@ METRICS: Mapping[str, str] = {
     "leans towards short ones",
     "reward_mean": "mean reward of the rollouts that have one, before shaping; groups that were replaced count, too",
     "success_rate": "share of these rollouts whose reward reaches scorer.success_reward",
+    "flagged": "rollouts that tried to cheat, by their hack reports; credit.flagged says what becomes of them",
+    "flagged_rewarded": "share of those with a reward whose reward, as it was given, reaches scorer.success_reward",
     "length_penalty_mean": "mean of what credit.length_penalty took off the rewards",
     "temperature": "sampling temperature of an evaluation; 0 is greedy",
     "num_tasks": "held-out tasks of an evaluation",

@@ -46,6 +46,8 @@ class Reason(StrEnum):
     """Nothing was sampled (0 tokens, a call)."""
     NO_VERDICT = "no_verdict"
     """The rollout has no reward that counts."""
+    FLAGGED = "flagged"
+    """The rollout tried to cheat, and the run masks those."""
     REPLACED = "replaced"
     """Its group taught nothing, and another one stands for it."""
 
