@@ -11,7 +11,7 @@ from manege.controller.folders import make_folders, remove_left_over
 from manege.controller.outcome import judge_agent, judge_score
 from manege.controller.plan import Actions, Lease, plan, retry_after_s
 from manege.controller.record import AttemptRecord
-from manege.controller.scoring import Verdict, parse_verdict
+from manege.controller.verdict import Verdict, parse_verdict
 from manege.errors import HarnessError
 from manege.sandbox.spec import Exit
 from manege.types import Outcome, Rollout, RolloutSpec, RolloutState, Task
@@ -54,12 +54,44 @@ def test_a_verdict_is_a_number_or_none(text, reward):
 
 @pytest.mark.parametrize(
     "text",
-    ['"0.5"', "true", "false", "NaN", "Infinity", "-Infinity", "1e999", "9" * 400, "[1]", '{"reward": 1}', "good", ""],
+    [
+        '"0.5"',
+        "true",
+        "false",
+        "NaN",
+        "Infinity",
+        "-Infinity",
+        "1e999",
+        "9" * 400,
+        "[1]",
+        "{}",
+        '{"calls": {}}',
+        "good",
+        "",
+    ],
 )
 def test_nonsense_is_not_a_verdict(text):
-    for verdict in (text, '{"reward": %s, "calls": {}}' % (text or '""')):
+    for verdict in (text, '{"reward": %s, "calls": {}}' % (text or '""'), '{"reward": %s, "won": 1}' % (text or '""')):
         with pytest.raises(ValueError, match="want a finite number or null"):
             parse_verdict(verdict, ())
+
+
+@pytest.mark.parametrize(
+    ("text", "verdict"),
+    [
+        ('{"reward": 1}', Verdict(reward=1.0)),
+        ('{"reward": null, "message": "no idea"}', Verdict(reward=None, message="no idea")),
+        ('{"reward": 0.5, "message": null, "calls": {"a": 1}}', Verdict(reward=0.5, call_rewards={"a": 1.0})),
+    ],
+)
+def test_a_verdict_may_come_with_a_message(text, verdict):
+    assert parse_verdict(text, {"a"}) == verdict
+
+
+@pytest.mark.parametrize("rest", ['"message": 1', '"calls": null', '"calls": [1]', '"other": 1'])
+def test_an_object_of_another_kind_is_not_a_verdict(rest):
+    with pytest.raises(ValueError, match="want a"):
+        parse_verdict(f'{{"reward": 1, {rest}}}', ())
 
 
 @pytest.mark.parametrize(("text", "reward"), [("0.5", 0.5), ("null", None)])
@@ -76,7 +108,7 @@ def test_a_verdict_may_say_what_single_calls_earned(text, reward):
         ('{"a": NaN}', "reward of call 'a' is nan, want a finite number"),
         ('{"a": null}', "reward of call 'a' is None, want a finite number"),
         ('{"z": 1}', "call 'z', which this attempt did not make"),
-        ("[1]", "want a finite number or null"),
+        ("[1]", "`calls` are .1., want an object of numbers"),
     ],
 )
 def test_nonsense_is_not_the_reward_of_a_call(calls, message):
@@ -116,7 +148,7 @@ def test_what_an_agent_did_is_its_outcome(seen, num_calls, outcome, message):
     assert text == message if message is None else message in text
 
 
-GOOD, HUNG, ODD = Verdict(reward=1.0), Verdict(reward=None, failure="hung"), Verdict(reward=None, nonsense="text")
+GOOD, HUNG, NONE = Verdict(reward=1.0), Verdict(reward=None, failure="hung"), Verdict(reward=None)
 
 
 @pytest.mark.parametrize(
@@ -124,11 +156,13 @@ GOOD, HUNG, ODD = Verdict(reward=1.0), Verdict(reward=None, failure="hung"), Ver
     [
         (Outcome.OK, GOOD, None, Outcome.OK),
         (Outcome.AGENT_TIMEOUT, GOOD, None, Outcome.AGENT_TIMEOUT),
-        (Outcome.OK, ODD, None, Outcome.INFRA_ERROR),
+        (Outcome.OK, NONE, None, Outcome.OK),
+        (Outcome.OK, HUNG, None, Outcome.INFRA_ERROR),
         (Outcome.OK, HUNG, GOOD, Outcome.AGENT_ERROR),
+        (Outcome.OK, HUNG, NONE, Outcome.AGENT_ERROR),
         (Outcome.AGENT_TIMEOUT, HUNG, GOOD, Outcome.AGENT_TIMEOUT),
         (Outcome.OK, HUNG, HUNG, Outcome.INFRA_ERROR),
-        (Outcome.AGENT_TIMEOUT, HUNG, ODD, Outcome.INFRA_ERROR),
+        (Outcome.AGENT_TIMEOUT, HUNG, HUNG, Outcome.INFRA_ERROR),
     ],
 )
 def test_scoring_can_only_worsen_an_outcome(before, verdict, control, after):

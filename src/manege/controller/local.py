@@ -16,10 +16,11 @@ from manege.config import AgentConfig, RunConfig
 from manege.controller.agent_process import agent_process
 from manege.controller.environment import system_environment
 from manege.controller.folders import AttemptFolders, make_folders, whole_task
+from manege.controller.judging import Finished, Judgement, judge
 from manege.controller.launch import find_program
-from manege.controller.outcome import judge_agent, judge_score
+from manege.controller.outcome import judge_agent
 from manege.controller.record import AttemptRecord
-from manege.controller.scoring import Verdict, score
+from manege.controller.scoring import Scorer
 from manege.errors import EngineError, HarnessError, ManegeError, UnavailableError
 from manege.logs import get_logger, kv
 from manege.sandbox.launcher import Launcher
@@ -75,19 +76,15 @@ class LocalRunner:
                 await self._check_engine(claim.rollout, ended, record)
                 budget_s = config.agent.limits.run_s
                 outcome, message = judge_agent(ended, record, run_s=budget_s)
-                verdict = Verdict(reward=None)
-                if claim.rollout.spec.reward_from == "scorer":
-                    with _timed(seconds, "score"):
-                        verdict = await self._score(claim.rollout, config, record, folders)
-                        control = await self._control(claim.rollout, config) if verdict.failure else None
-                    outcome, message = judge_score(outcome, message, verdict, control)
-                return Ending(
-                    outcome=outcome,
-                    reward=verdict.reward,
-                    message=message,
-                    evidence=evidence,
-                    call_rewards=verdict.call_rewards,
+                if claim.rollout.spec.reward_from != "scorer":
+                    return Ending(outcome=outcome, message=message, evidence=evidence)
+                finished = Finished(
+                    record=record, folders=folders, layers=[folders.workspace], outcome=outcome, message=message
                 )
+                evidence |= {"agent_outcome": outcome, "agent_message": message}
+                with _timed(seconds, "score"):
+                    judgement = await self.score(claim.rollout, config, finished)
+                return judgement.ending(evidence)
         except (ManegeError, OSError) as error:
             return Ending(outcome=Outcome.INFRA_ERROR, message=str(error), evidence=evidence)
 
@@ -170,20 +167,19 @@ class LocalRunner:
                 "the gateway or its store was away after the agent's last answered call; its log has the reason"
             )
 
-    async def _score(
-        self, rollout: Rollout, config: RunConfig, record: AttemptRecord, folders: AttemptFolders
-    ) -> Verdict:
-        timeout_s = config.agent.limits.score_s
-        return await score(self.launcher, config.scorer.run, rollout.spec.task, record, folders, timeout_s)
+    async def score(self, rollout: Rollout, config: RunConfig, finished: Finished) -> Judgement:
+        """What an attempt that has ended is worth; also long after, on what was kept of it."""
+        scorer = Scorer(launcher=self.launcher, layers=self.layers, private=[self.folder])
+        return await judge(scorer, rollout, config, finished, lambda: self._pristine(rollout, config))
 
-    async def _control(self, rollout: Rollout, config: RunConfig) -> Verdict:
-        """The scorer on a workspace that no agent has touched."""
+    @asynccontextmanager
+    async def _pristine(
+        self, rollout: Rollout, config: RunConfig
+    ) -> AsyncIterator[tuple[AttemptFolders, Sequence[Path]]]:
+        """A workspace that no agent has touched, as layers."""
         async with self._folders(rollout, config.agent, suffix=".control") as folders:
             await self._set_up(rollout, config.agent, folders)
-            untouched = AttemptRecord(
-                workspace=folders.workspace, stdout="", stderr="", exit_code=0, timed_out=False, calls=()
-            )
-            return await self._score(rollout, config, untouched, folders)
+            yield folders, [folders.workspace]
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """From what was seen of an agent to the outcome of its attempt (the table of docs/concepts/rollouts.md). Pure."""
 
 from manege.controller.record import AttemptRecord
-from manege.controller.scoring import Verdict
+from manege.controller.verdict import Verdict
 from manege.sandbox.spec import Exit
 from manege.types import Outcome
 
@@ -25,13 +25,11 @@ def judge_agent(ended: Exit, record: AttemptRecord, *, run_s: float) -> tuple[Ou
 def judge_score(
     outcome: Outcome, message: str | None, verdict: Verdict, control: Verdict | None
 ) -> tuple[Outcome, str | None]:
-    """`control`: the verdict on a pristine workspace, asked for when the scorer did not come to an end. If it does
-    there, this workspace is to blame; else the scorer is, and the rollout says nothing about the agent."""
-    if verdict.nonsense is not None:
-        return Outcome.INFRA_ERROR, verdict.nonsense
+    """`control`: the verdict on a pristine workspace, asked for when there was none on this one. If there is one, this
+    workspace is to blame; else the scorer is, and the rollout says nothing about the agent."""
     if verdict.failure is None:
-        return outcome, message
-    if control is None or control.failure is not None or control.nonsense is not None:
-        return Outcome.INFRA_ERROR, f"{verdict.failure}; so it does on a pristine workspace"
+        return outcome, "; ".join(filter(None, (message, verdict.message))) or None
+    if control is None or control.failure is not None:
+        return Outcome.INFRA_ERROR, f"{verdict.failure}; the same on a pristine workspace"
     worse = Outcome.AGENT_ERROR if outcome is Outcome.OK else outcome
-    return worse, f"{verdict.failure}; on a pristine workspace it does not"
+    return worse, f"{verdict.failure}; not so on a pristine workspace"

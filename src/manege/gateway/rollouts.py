@@ -78,6 +78,8 @@ class _Finish(BaseModel):
     message: str | None = None
     evidence: dict[str, Any] = Field(default_factory=dict)
     call_rewards: dict[CallId, Number] = Field(default_factory=dict)
+    is_final: bool = False
+    """No other attempt, even of an infrastructure failure."""
     retry_after_s: Annotated[float, Field(ge=0, le=3600)] = 0
 
 

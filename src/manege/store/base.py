@@ -45,6 +45,8 @@ class Ending:
     """Added to what the rollout has already."""
     call_rewards: Mapping[CallId, float] = field(default_factory=dict)
     """Finite numbers for single calls of this attempt; they become `call_reward` events when the rollout ends."""
+    is_final: bool = False
+    """No other attempt, even of an infrastructure failure: what failed came after the agent had done its work."""
     retry_after_s: float = 0
     """Until another attempt may begin, where this end allows one."""
 

@@ -213,7 +213,7 @@ def _start(
 
 def _end_attempt(connection: Connection, rollout: Rollout, ending: Ending, now_s: float) -> None:
     """Another attempt after an infrastructure failure, if one is left; else the end of the rollout."""
-    is_last = rollout.attempt + 1 >= rollout.spec.max_attempts
+    is_last = ending.is_final or rollout.attempt + 1 >= rollout.spec.max_attempts
     if ending.outcome is Outcome.INFRA_ERROR and rollout.state is RolloutState.RUNNING and not is_last:
         again = {"attempt": rollout.attempt + 1, "not_before_s": now_s + ending.retry_after_s}
         _leave(connection, rollout, ending, state=RolloutState.QUEUING, **again)
