@@ -15,19 +15,24 @@ import os
 import pwd
 import random
 import resource
+import select
 import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any, NoReturn
 
 from manege.sandbox.code import command_paths
+from manege.sandbox.init import enter
+from manege.sandbox.mounts import leave_mounts
+from manege.sandbox.overlay import mount_overlay
 from manege.sandbox.policy import apply
 from manege.sandbox.spec import Limits, ProcessSpec
+from manege.sandbox.supervisor import report
 from manege.sandbox.syscalls import PR_SET_PDEATHSIG, is_linux, prctl
 
-__all__ = ["Function", "run_child"]
+__all__ = ["Function", "is_apart", "run_child"]
 
 Function = Callable[..., Any]
 
@@ -35,22 +40,38 @@ _COULD_NOT_START = 127
 
 
 def run_child(
-    spec: ProcessSpec, function: Function | None, code: Sequence[str], outputs: Sequence[int], reply: int, pipe: int
+    spec: ProcessSpec,
+    function: Function | None,
+    code: Sequence[str],
+    outputs: Sequence[int],
+    reply: int,
+    pipe: int,
+    lifeline: int,
 ) -> NoReturn:
-    """Become the program. `code`: files of interpreter and function; `outputs`: stdout and stderr; `reply`: a file."""
+    """Become the program, or with namespaces their first process and its parent. `code`: files of interpreter and
+    function; `outputs`: stdout and stderr; `reply`: a file."""
     try:
-        keep = [pipe] if function is None else [pipe, reply]
-        _prepare(spec, outputs, keep)
-        if spec.policy is not None:
-            path = spec.env.get("PATH", os.defpath)
+        policy = spec.policy
+        _detach(pipe)
+        _connect(spec, outputs, {pipe, *([] if function is None else [reply]), *([lifeline] if is_apart(spec) else [])})
+        listable: Sequence[str] = ()
+        if policy is not None and function is None:
             # Of whoever started manege: the environment names the agent's own.
             home = pwd.getpwuid(os.getuid()).pw_dir
-            readable, listable = command_paths(spec.program, path, home=home) if function is None else ([], [])
-            apply(spec.policy, code=[*code, *readable], listable=listable)
+            readable, listable = command_paths(spec.program, spec.env.get("PATH", os.defpath), home=home)
+            code = [*code, *readable]
+        if is_apart(spec):
+            enter(spec, code=code, lifeline=lifeline, pipe=pipe)
+        elif spec.overlay is not None:
+            leave_mounts()
+            mount_overlay(spec.overlay)
+        _settle(spec)
+        if policy is not None:
+            apply(policy, code=code, listable=listable)
         if function is None:
             os.execvpe(spec.program[0], list(spec.program), dict(spec.env))
     except BaseException as error:  # a process that is half set up may not go on, whatever it was
-        os.write(pipe, f"{type(error).__name__}: {error}".encode())
+        report(pipe, error=f"{type(error).__name__}: {error}")
         os._exit(_COULD_NOT_START)
     if not spec.replies:
         os.close(reply)
@@ -58,8 +79,12 @@ def run_child(
     _exit_after(spec, function, reply)
 
 
-def _prepare(spec: ProcessSpec, outputs: Sequence[int], keep: Sequence[int]) -> None:
-    supervisor = os.getppid()
+def is_apart(spec: ProcessSpec) -> bool:
+    """Whether it gets namespaces."""
+    return spec.policy is not None and spec.policy.layers.namespaces
+
+
+def _detach(pipe: int) -> None:
     os.setsid()
     signal.set_wakeup_fd(-1)
     # Python ignores the last two; with the default, a file that grows too big ends the program in the kernel's way.
@@ -67,9 +92,19 @@ def _prepare(spec: ProcessSpec, outputs: Sequence[int], keep: Sequence[int]) -> 
         signal.signal(number, signal.SIG_DFL)
     if is_linux():
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != supervisor:
+        poll = select.poll()
+        poll.register(pipe, 0)
+        if poll.poll(0):  # nobody reads: the supervisor has died before
             os._exit(_COULD_NOT_START)
         _offer_to_oom_killer()
+
+
+def _connect(spec: ProcessSpec, outputs: Sequence[int], keep: Set[int]) -> None:
+    """Standard streams, and no descriptors beside `keep`."""
+    uid = spec.policy.uid if spec.policy else None
+    if uid is not None:
+        for output in outputs:
+            os.fchown(output, uid, uid)  # or /dev/stdout could not be opened
     with tempfile.TemporaryFile() if spec.stdin else open(os.devnull, "r+b") as stdin:
         if spec.stdin:
             stdin.write(spec.stdin)
@@ -79,6 +114,9 @@ def _prepare(spec: ProcessSpec, outputs: Sequence[int], keep: Sequence[int]) -> 
     edges = [2, *sorted(keep), os.sysconf("SC_OPEN_MAX")]
     for low, high in itertools.pairwise(edges):
         os.closerange(low + 1, high)
+
+
+def _settle(spec: ProcessSpec) -> None:
     os.umask(0o022)
     os.chdir(spec.cwd)
     os.environ.clear()

@@ -38,15 +38,21 @@ def landlock_abi() -> int:
 
 
 def restrict(
-    *, abi: int, readable: Iterable[str], listable: Iterable[str], writable: Iterable[str], tcp_ports: Iterable[int]
+    *,
+    abi: int,
+    readable: Iterable[str],
+    listable: Iterable[str],
+    writable: Iterable[str],
+    tcp_ports: Iterable[int] | None,
 ) -> None:
     """Restrict this process. Paths that do not exist are skipped; below `listable` only names can be read. From ABI 4
-    on TCP connects only to `tcp_ports` and binds nowhere; from ABI 6 on signals and abstract sockets stay within."""
+    on TCP connects only to `tcp_ports` and binds nowhere (None: TCP is not restricted); from ABI 6 on signals and
+    abstract sockets stay within."""
     handled = (1 << 13) - 1
     handled |= (_REFER if abi >= 2 else 0) | (_TRUNCATE if abi >= 3 else 0) | (_IOCTL_DEV if abi >= 5 else 0)
     fields = [handled]
     if abi >= 4:
-        fields.append(_BIND_TCP | _CONNECT_TCP)
+        fields.append(0 if tcp_ports is None else _BIND_TCP | _CONNECT_TCP)
     if abi >= 6:
         fields.append(_SCOPE_ABSTRACT_SOCKET | _SCOPE_SIGNAL)
     attributes = struct.pack(f"={len(fields)}Q", *fields)
@@ -59,7 +65,7 @@ def restrict(
         for path in writable:
             _allow_path(ruleset, path, handled & ~(_MAKE_CHAR | _MAKE_BLOCK))
         if abi >= 4:
-            for port in tcp_ports:
+            for port in tcp_ports or ():
                 syscall("landlock_add_rule", ruleset, _RULE_NET_PORT, struct.pack("=QQ", _CONNECT_TCP, port), 0)
         syscall("landlock_restrict_self", ruleset, 0)
     finally:

@@ -16,12 +16,12 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from manege.errors import HarnessError
-from manege.sandbox.spec import Exit, ProcessSpec, Program
+from manege.sandbox.spec import LISTENER, Exit, ProcessSpec, Program
 
 __all__ = ["Launcher", "search_path"]
 
@@ -57,12 +57,18 @@ class Launcher:
                 )
         await self._parent(program, role, preload)
 
-    async def run(self, spec: ProcessSpec, timeout_s: float) -> Exit:
+    async def run(
+        self, spec: ProcessSpec, timeout_s: float, *, on_listener: Callable[[socket.socket], None] | None = None
+    ) -> Exit:
         """Start a process tree and wait until all of it is dead; it is killed when its time is used up. Whatever
-        happens, cancellation included, no process is left. Raises HarnessError if the program cannot be started."""
+        happens, cancellation included, no process is left. Raises HarnessError if the program cannot be started.
+
+        `on_listener` is called, before the program starts, with the socket that listens inside if the policy has a
+        `listen_port`; it is the callee's to close.
+        """
         name = f"{spec.role} {spec.program!r}"
         lifeline = await self._start(spec)
-        receiving = asyncio.create_task(_receive(lifeline), name=f"wait for {name}")
+        receiving = asyncio.create_task(_receive(lifeline, on_listener), name=f"wait for {name}")
         try:
             in_time, _ = await asyncio.wait({receiving}, timeout=timeout_s)
         finally:
@@ -105,13 +111,35 @@ class Launcher:
         return await asyncio.shield(opening)
 
 
-async def _receive(lifeline: socket.socket) -> bytes:
-    """All that comes until the far end is closed."""
+async def _receive(lifeline: socket.socket, on_listener: Callable[[socket.socket], None] | None) -> bytes:
+    """All that comes until the far end is closed, but for a listening socket, which comes first."""
     received = bytearray()
     with lifeline:
-        while chunk := await asyncio.get_running_loop().sock_recv(lifeline, 1 << 16):
-            received += chunk
-    return bytes(received)
+        while True:
+            await _readable(lifeline)
+            try:
+                chunk, descriptors, _, _ = socket.recv_fds(lifeline, 1 << 16, 1)
+            except BlockingIOError:
+                continue
+            if not chunk:
+                return bytes(received)
+            for descriptor in descriptors:
+                listener = socket.socket(fileno=descriptor)
+                if on_listener is None:
+                    listener.close()
+                else:
+                    on_listener(listener)
+            received += chunk.removeprefix(LISTENER) if descriptors else chunk
+
+
+async def _readable(opened: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    event = asyncio.Event()
+    loop.add_reader(opened, event.set)
+    try:
+        await event.wait()
+    finally:
+        loop.remove_reader(opened)
 
 
 class _WarmParent:

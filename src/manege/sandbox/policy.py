@@ -12,7 +12,7 @@ from manege.sandbox import landlock, mounts, seccomp
 from manege.sandbox.layers import Layers
 from manege.sandbox.syscalls import ARCH, PR_SET_NO_NEW_PRIVS, drop_capabilities, is_linux, prctl
 
-__all__ = ["Policy", "apply"]
+__all__ = ["Policy", "apply", "system_paths"]
 
 # Files of /etc are listed one by one: host keys and password hashes lie there too. Of /proc/self, the first program of
 # an agent gets `maps`: JavaScript engines abort when they cannot find their stack there.
@@ -25,7 +25,12 @@ _SYSTEM = (
     "/etc/ssl/certs", "/etc/ssl/openssl.cnf", "/etc/terminfo",
     "/proc/cpuinfo", "/proc/meminfo", "/proc/self/maps", "/proc/stat", "/sys/devices/system/cpu",
 )
-_DEVICES = ("/dev/full", "/dev/null", "/dev/random", "/dev/urandom", "/dev/zero")
+_GENERATED = ("/etc/group", "/etc/passwd")
+"""A root of its own has its own."""
+_NETWORK = ("/etc/hosts", "/etc/resolv.conf")
+_DEVICES = (
+    "/dev/full", "/dev/null", "/dev/random", "/dev/stderr", "/dev/stdin", "/dev/stdout", "/dev/urandom", "/dev/zero",
+)
 # fmt: on
 
 
@@ -57,6 +62,18 @@ class Policy:
     uid: int | None = None
     """With `layers.uids`: the user that it is outside; owns `writable`. None: ours."""
 
+    @property
+    def own_network(self) -> bool:
+        """Whether it has a network namespace: not where it needs this machine's network, or a port there."""
+        reaches_gateway = self.listen_port is None and self.tcp_ports
+        return self.layers.namespaces and not self.host_network and not reaches_gateway
+
+
+def system_paths(policy: Policy) -> Sequence[str]:
+    """What a root of its own shows of this machine's system."""
+    left_out = (*_GENERATED, *(() if policy.host_network else _NETWORK))
+    return [path for path in _SYSTEM if path not in left_out and not path.startswith("/proc/")]
+
 
 def apply(policy: Policy, *, code: Iterable[str], listable: Iterable[str] = ()) -> None:
     """Restrict this process for good. `code`: files and folders of interpreter and agent; `listable`: folders whose
@@ -64,24 +81,42 @@ def apply(policy: Policy, *, code: Iterable[str], listable: Iterable[str] = ()) 
     if not is_linux():
         return
     layers = policy.layers
-    writable = [*_DEVICES, *policy.writable]
-    if layers.landlock_abi and (policy.terminals or policy.folders):
+    if layers.landlock_abi and not layers.namespaces and (policy.terminals or policy.folders):
         mounts.change_view(terminals=policy.terminals, folders=policy.folders)
-        writable += [*(mounts.TERMINALS if policy.terminals else ()), *policy.folders]
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     drop_capabilities()
     if layers.landlock_abi:
-        private = [os.path.realpath(path) for path in policy.private]
-        parts = [_split(path, private) for path in (*_SYSTEM, *code, *policy.readable)]
+        readable, listed = _readable(policy, code)
         landlock.restrict(
             abi=layers.landlock_abi,
-            readable=[path for readable, _ in parts for path in readable],
-            listable=[*listable, *(path for _, folders in parts for path in folders)],
-            writable=writable,
-            tcp_ports=policy.tcp_ports,
+            readable=readable,
+            listable=[*listable, *listed],
+            writable=[*_DEVICES, *policy.writable, *_more_writable(policy)],
+            tcp_ports=None if policy.own_network or policy.host_network else policy.tcp_ports,
         )
     if layers.seccomp and ARCH is not None:
-        seccomp.install(seccomp.build_filter(ARCH, protected_pids=[os.getppid(), *policy.protected_pids]))
+        seccomp.install(
+            seccomp.build_filter(
+                ARCH,
+                protected_pids=[1] if layers.namespaces else [os.getppid(), *policy.protected_pids],
+                unix=policy.own_network,
+                udp=policy.host_network,
+            )
+        )
+
+
+def _readable(policy: Policy, code: Iterable[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """Folders and files to read, and folders to list. In a root of its own there is nothing else."""
+    if policy.layers.namespaces:
+        return ["/"], []
+    private = [os.path.realpath(path) for path in policy.private]
+    parts = [_split(path, private) for path in (*_SYSTEM, *code, *policy.readable)]
+    return [path for readable, _ in parts for path in readable], [path for _, listed in parts for path in listed]
+
+
+def _more_writable(policy: Policy) -> Sequence[str]:
+    own_root = ("/dev/shm", "/dev/tty", "/tmp") if policy.layers.namespaces else ()
+    return [*policy.folders, *(mounts.TERMINALS if policy.terminals else ()), *own_root]
 
 
 def _split(path: str, private: Iterable[str]) -> tuple[Sequence[str], Sequence[str]]:

@@ -4,8 +4,9 @@
 that programs know how to handle; only calls of a foreign architecture kill.
 
 What it closes: other processes' memory and signals, kernel interfaces with a history of holes (io_uring, bpf, keys,
-perf), new namespaces and mounts, and every socket but plain TCP: no UDP, Unix, netlink, vsock, packet; and the two ways
-of connecting by TCP that Landlock does not see, MPTCP (a protocol number) and TCP Fast Open (a flag of send).
+perf), new namespaces and mounts, and every socket but plain TCP and, where they are harmless, Unix or UDP ones: no
+netlink, vsock, packet; and the two ways of connecting by TCP that Landlock does not see, MPTCP (a protocol number) and
+TCP Fast Open (a flag of send).
 """
 
 import ctypes
@@ -53,8 +54,10 @@ def has_seccomp() -> bool:
     return True
 
 
-def build_filter(arch: Arch, *, protected_pids: Iterable[int]) -> bytes:
-    """The program. Processes in `protected_pids`, and all processes at once, cannot be signalled or given limits."""
+def build_filter(arch: Arch, *, protected_pids: Iterable[int], unix: bool = False, udp: bool = False) -> bytes:
+    """The program. Processes in `protected_pids`, and all processes at once, cannot be signalled or given limits.
+    `unix`: allow Unix sockets, where a network namespace and a root of its own keep others' out of reach; `udp`: allow
+    UDP, where the network is open anyway."""
     number = arch.numbers
     program: list[_Instruction] = [
         (_LOAD, 0, 0, _ARCHITECTURE),
@@ -82,16 +85,19 @@ def build_filter(arch: Arch, *, protected_pids: Iterable[int]) -> bytes:
     for name, flags_position in (("sendto", 3), ("sendmsg", 2), ("sendmmsg", 3)):
         check = [_argument(flags_position), (_JUMP_ANY_BIT, 0, 1, _MSG_FASTOPEN), _deny(errno.EPERM)]
         program += _when(number[name], check)
+    types = (socket.SOCK_STREAM, *((socket.SOCK_DGRAM,) if udp else ()))
+    protocols = (0, socket.IPPROTO_TCP, *((socket.IPPROTO_UDP,) if udp else ()))
     program += _when(
         number["socket"],
         [
             _argument(0),
+            *([(_JUMP_EQUAL, 0, 1, socket.AF_UNIX), (_RETURN, 0, 0, _ALLOW)] if unix else []),
             *_require((socket.AF_INET, socket.AF_INET6), errno.EAFNOSUPPORT),
             _argument(1),
             (_AND, 0, 0, _SOCK_TYPE_MASK),
-            *_require((socket.SOCK_STREAM,), errno.EPROTONOSUPPORT),
+            *_require(types, errno.EPROTONOSUPPORT),
             _argument(2),
-            *_require((0, socket.IPPROTO_TCP), errno.EPROTONOSUPPORT),
+            *_require(protocols, errno.EPROTONOSUPPORT),
         ],
     )
     program += _when(number["socketpair"], [_argument(0), *_require((socket.AF_UNIX,), errno.EAFNOSUPPORT)])

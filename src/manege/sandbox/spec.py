@@ -10,7 +10,10 @@ from typing import Any
 
 from manege.sandbox.policy import Policy
 
-__all__ = ["Exit", "Limits", "Overlay", "ProcessSpec", "Program", "Seen"]
+__all__ = ["LISTENER", "Exit", "Limits", "Overlay", "ProcessSpec", "Program", "Seen"]
+
+LISTENER = b"L"
+"""Comes on the lifeline with the socket that listens inside, ahead of the Exit."""
 
 Program = str | Sequence[str]
 """`module:function`, called in a fork of a warm parent, or a command as a list of arguments."""

@@ -6,6 +6,7 @@ subreaper of all descendants, so double forks and new sessions do not escape: it
 Single-threaded; ignores polite signals, and the agent's filter does not let it be killed from inside.
 """
 
+import json
 import os
 import resource
 import select
@@ -13,12 +14,13 @@ import signal
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from manege.sandbox.processes import descendants, kill_all, reap, resident_bytes
 from manege.sandbox.spec import Exit, Limits
 from manege.sandbox.syscalls import PR_SET_CHILD_SUBREAPER, is_linux, prctl
 
-__all__ = ["supervise"]
+__all__ = ["report", "supervise"]
 
 _TICK_MS = 200
 """Between looks at what no system call limits: number of processes, memory in use, size of the output."""
@@ -27,10 +29,18 @@ _KILLED = Exit(code=None, signal=signal.SIGKILL, cpu_seconds=0, num_left=0)
 """An end by our hand, before the figures are known."""
 
 
-def supervise(start: Callable[[int], None], lifeline: socket.socket, outputs: Sequence[int], limits: Limits) -> Exit:
+def supervise(
+    start: Callable[[int], None],
+    lifeline: socket.socket,
+    outputs: Sequence[int],
+    limits: Limits,
+    *,
+    fork: Callable[[], int] = os.fork,
+) -> Exit:
     """Fork, run `start(pipe)` in the child, and wait for its end, the controller's order or a limit.
 
-    `start` does not return; it writes to the pipe why the program cannot be started, or closes it.
+    `start` does not return; it may `report` to the pipe why the program cannot be started, and, where the child only
+    starts the program, how that ended. `fork`: os.fork, or another into new namespaces. Raises OSError.
     """
     os.setsid()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -39,21 +49,32 @@ def supervise(start: Callable[[int], None], lifeline: socket.socket, outputs: Se
         prctl(PR_SET_CHILD_SUBREAPER, 1)
     wakeup = _wake_on_child_death()
     pipe, child_pipe = os.pipe()
-    pid = os.fork()
+    pid = fork()
     if pid == 0:
         os.close(pipe)
         start(child_pipe)
     os.close(child_pipe)
-    # The child has started the program, or said why not, when its end closes.
-    error = os.read(pipe, 1 << 16).decode("utf-8", "replace")
-    os.close(pipe)
     ended = _watch(pid, lifeline, wakeup, outputs, limits)
     num_left = kill_all(pid)
+    reported = _reported(pipe)
+    if ended.code == 0 and "status" in reported:
+        ended, num_left = _exit_of(reported["status"]), reported["num_left"]
     for output in outputs:
         _cut(output, limits.output_bytes)
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_seconds = usage.ru_utime + usage.ru_stime
-    return replace(ended, cpu_seconds=cpu_seconds, num_left=num_left, error=error or None)
+    return replace(ended, cpu_seconds=cpu_seconds, num_left=num_left, error=reported.get("error"))
+
+
+def report(pipe: int, **facts: int | str) -> None:
+    """Tell the supervisor: `error`, or `status` and `num_left`."""
+    os.write(pipe, json.dumps(facts).encode() + b"\n")
+
+
+def _reported(pipe: int) -> dict[str, Any]:
+    """All of it; those who could write are dead."""
+    with os.fdopen(pipe, encoding="utf-8") as file:
+        return {name: value for line in file for name, value in json.loads(line).items()}
 
 
 def _wake_on_child_death() -> int:

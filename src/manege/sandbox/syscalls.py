@@ -16,6 +16,7 @@ from dataclasses import dataclass
 __all__ = ["ARCH", "Arch", "drop_capabilities", "is_linux", "prctl", "syscall"]
 
 PR_SET_PDEATHSIG = 1
+PR_SET_DUMPABLE = 4
 PR_CAPBSET_DROP = 24
 PR_SET_CHILD_SUBREAPER = 36
 PR_SET_NO_NEW_PRIVS = 38

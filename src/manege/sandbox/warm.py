@@ -22,10 +22,11 @@ from typing import NoReturn
 from manege.errors import HarnessError
 from manege.programs import import_function
 from manege.sandbox import cgroups
-from manege.sandbox.child import Function, run_child
+from manege.sandbox.child import Function, is_apart, run_child
 from manege.sandbox.code import imported_paths, interpreter_paths
+from manege.sandbox.namespaces import fork_apart
 from manege.sandbox.spec import Exit, ProcessSpec
-from manege.sandbox.supervisor import supervise
+from manege.sandbox.supervisor import report, supervise
 from manege.sandbox.warmup import warm_up
 
 __all__ = ["main"]
@@ -120,11 +121,16 @@ def _run(
                 if group is not None:
                     group.enter()
             except OSError as error:  # the supervisor's to tell
-                os.write(pipe, f"control group: {error}".encode())
+                report(pipe, error=f"control group: {error}")
                 os._exit(1)
-            run_child(spec, function, code, outputs, reply, pipe)
+            run_child(spec, function, code, outputs, reply, pipe, lifeline.fileno())
 
-        ended = supervise(start, lifeline, outputs, spec.limits)
+        def fork() -> int:
+            if spec.policy is None or not is_apart(spec):
+                return os.fork()
+            return fork_apart(network=spec.policy.own_network)
+
+        ended = supervise(start, lifeline, outputs, spec.limits, fork=fork)
         if group is not None and ended.code and group.out_of_memory():
             ended = replace(ended, limit="memory")  # a shell, say, whose command was killed
         return ended
