@@ -132,6 +132,7 @@ async def test_agents_post_events_but_rewards_only_where_they_judge_themselves(h
         ("a", "model_request", 403),
         ("operator", "model_request", 403),
         ("own", "late.call", 403),
+        ("own", "hack.file", 403),
         ("own", "call.error", 403),
     ]
     for name, event_type, status in table:

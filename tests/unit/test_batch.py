@@ -31,7 +31,7 @@ def group(name, rewards, *, calls=None, outcomes=None, call_rewards=(), flagged=
             attempt=0,
             outcome=outcome,
             reward=reward,
-            evidence={"flagged": ["network"]} if i in flagged else {},
+            evidence={"hacks": {"network": i in flagged, "packages": False}},
             created_s=0.0,
         )
         for i, (reward, outcome) in enumerate(zip(rewards, outcomes, strict=True))

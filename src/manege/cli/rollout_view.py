@@ -109,7 +109,8 @@ def reward_text(rollout: Rollout) -> str:
 def _worth(seen: SeenRollout) -> str:
     worth = f"reward {reward_text(seen.rollout)}"
     if is_flagged(seen.rollout):
-        worth += f", flagged for {', '.join(seen.rollout.evidence['flagged'])} (credit.flagged = {seen.credit.flagged})"
+        kinds = ", ".join(kind for kind, flags in seen.rollout.evidence["hacks"].items() if flags)
+        worth += f", flagged for {kinds} (credit.flagged = {seen.credit.flagged})"
     if seen.advantages is None:
         open_ = sum(each.state not in TERMINAL for each in seen.members)
         return worth + (f", no advantage yet: {open_} of its group have not ended" if open_ else ", no advantage")

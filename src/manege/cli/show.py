@@ -1,7 +1,8 @@
 """What a run's rollouts were: without ROLLOUT a list of them, with it the tree of its calls and what became of them.
 
 The run may still be going on: nothing of it is changed, and nobody waits. Where two conversations part unexpectedly,
-`--diff` says how. `--timeline` draws when each rollout ran and which weights sampled its calls.
+`--diff` says how. `--timeline` draws when each rollout ran and which weights sampled its calls. `--hacks` tells what
+agents tried that honest ones have no need of, and whether it paid.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from tokenizers import Tokenizer
 
 from manege.cli.console import narrow_console
 from manege.cli.diff_view import diff_view, parting
+from manege.cli.hacks_view import hacks_table, read_hacks
 from manege.cli.places import pick
 from manege.cli.rollout_view import SeenRollout, ending, header, look_at, reward_text, to_json
 from manege.cli.stored import StoredRun, add_stored_arguments, stored_run
@@ -35,6 +37,7 @@ EXAMPLES = """examples:
   manege show runs/finder 3f2a --tokens | less -R
   manege show runs/finder 3f2a --diff 81c0 a7e2
   manege show runs/finder --timeline runs.png
+  manege show runs/finder --hacks
   manege show finder --gateway http://127.0.0.1:8700 --key-file data/operator.key
 """
 _NUM_LISTED = 40
@@ -55,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const="",
         help="a picture of the run (.svg or .png); without FILE timeline.svg in its folder; with --json its data",
     )
+    parser.add_argument("--hacks", action="store_true", help="what agents tried in vain, by kind, and whether it paid")
     parser.add_argument("--json", action="store_true", help="data on stdout")
 
 
@@ -64,6 +68,9 @@ async def execute(arguments: argparse.Namespace) -> int:
     async with stored_run(arguments) as stored:
         if arguments.timeline is not None:
             await _timeline(stored, arguments)
+            return 0
+        if arguments.hacks:
+            await _hacks(stored, arguments, console)
             return 0
         if arguments.rollout is None:
             if arguments.tokens or arguments.diff:
@@ -117,6 +124,16 @@ async def _list(stored: StoredRun, arguments: argparse.Namespace, console: Conso
     console.print(table)
     if more := len(stored.rollouts) - len(listed):
         console.print(f"and {more} older ones (--all lists them)", style="dim")
+
+
+async def _hacks(stored: StoredRun, arguments: argparse.Namespace, console: Console) -> None:
+    if arguments.rollout or arguments.tokens or arguments.diff:
+        raise ConfigError("--hacks is of a whole run: leave ROLLOUT, --tokens and --diff out")
+    report = await read_hacks(stored)
+    if arguments.json:
+        print(dumps(report))
+    else:
+        console.print(hacks_table(report))
 
 
 async def _timeline(stored: StoredRun, arguments: argparse.Namespace) -> None:

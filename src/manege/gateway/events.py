@@ -1,9 +1,10 @@
 """Routes of a rollout's log: agents and operators append, operators read (in Agent Lightning's shapes).
 
 Nobody writes `model_request`, since calls are shown so. An agent may not write what only we may say (`late.*`,
-`policy.*`, `call.*`), and rewards only where the run lets its agents judge themselves: `reward` {"value": number} of
-the rollout, `call_reward` {"call": id, "value": number} of one call. The last one counts, so sending it again does no
-harm. A call's id is that of its answer, as the agent saw it; it is kept without what protocols put before it.
+`policy.*`, `call.*`, `hack.*`), and rewards only where the run lets its agents judge themselves: `reward`
+{"value": number} of the rollout, `call_reward` {"call": id, "value": number} of one call. The last one counts, so
+sending it again does no harm. A call's id is that of its answer, as the agent saw it; it is kept without what protocols
+put before it.
 """
 
 import re
@@ -26,7 +27,7 @@ __all__ = ["event_routes"]
 
 MAX_EVENT_BYTES = 1024 * 1024
 """Logs are for people; large results belong into files."""
-OUR_EVENTS = ("late.", "policy.", "call.")
+OUR_EVENTS = ("late.", "policy.", "call.", "hack.")
 CALL_EVENT = "model_request"
 """How calls are shown in a log; nobody writes it."""
 
@@ -116,7 +117,7 @@ class _Events:
 
 def _check_agent_may(identity: AgentIdentity, event_type: str) -> None:
     if event_type.startswith(OUR_EVENTS):
-        raise ForbiddenError(f"events of type {event_type!r} are written by the gateway; choose another name")
+        raise ForbiddenError(f"events of type {event_type!r} are written by manege; choose another name")
     if event_type in ("reward", "call_reward") and identity.rollout.spec.reward_from != "agent":
         raise ForbiddenError(
             'this run is judged by its scorer; an agent may post rewards only with scorer.reward_from = "agent"'

@@ -70,7 +70,7 @@ def verdict(rollout: Rollout) -> float | None:
 
 def is_flagged(rollout: Rollout) -> bool:
     """Whether its hack report says that it tried to cheat (`controller.hacks`)."""
-    return bool(rollout.evidence.get("flagged"))
+    return any(rollout.evidence.get("hacks", {}).values())
 
 
 def counted(rollout: Rollout, credit: CreditConfig) -> float | None:
