@@ -18,7 +18,7 @@ from urllib.parse import quote
 from manege.logs import get_logger, kv
 from manege.types import Rollout, Task
 
-__all__ = ["AttemptFolders", "make_folders", "remove_left_over", "whole_task"]
+__all__ = ["AttemptFolders", "make_folders", "remove_folder", "remove_left_over", "whole_task"]
 
 _ROOT_NAME = re.compile(r"[^.]+\.\d+(\.control)?")
 
@@ -62,12 +62,12 @@ class AttemptFolders:
     def keep(self) -> None:
         """Move what is private beside the logs instead of removing it."""
         kept = self.logs / "left"
-        _remove(kept)
+        remove_folder(kept)
         self.root.rename(kept)
 
     def remove(self) -> None:
         """Delete what is private."""
-        _remove(self.root)
+        remove_folder(self.root)
 
 
 def make_folders(folder: Path, rollout: Rollout, *, suffix: str = "") -> AttemptFolders:
@@ -91,7 +91,7 @@ def remove_left_over(folder: Path) -> None:
     """Delete the private folders of attempts whose controller was killed, and nothing that only lies beside them."""
     for root in (folder / "workspaces").glob("*.*"):
         if _ROOT_NAME.fullmatch(root.name) and not root.is_symlink() and (root / "task.json").is_file():
-            _remove(root)
+            remove_folder(root)
 
 
 def whole_task(task: Task) -> str:
@@ -104,13 +104,13 @@ def _file_name(rollout_id: str) -> str:
     return quote(rollout_id, safe="").replace(".", "%2E")
 
 
-def _remove(root: Path) -> None:
-    """Delete a folder, also what the agent locked. What resists is reported and left."""
+def remove_folder(root: Path) -> None:
+    """Delete a folder, also what programs locked in it. What resists is reported and left."""
     try:
         if root.exists():
             shutil.rmtree(root, onerror=_unlock_and_retry)
     except (OSError, RecursionError) as error:
-        _log.warning(kv("workspace not removed", folder=root, error=error))
+        _log.warning(kv("folder not removed", folder=root, error=error))
 
 
 def _unlock_and_retry(function: Callable[..., Any], path: str, _: object) -> None:
