@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import io
 import os
+import shutil
 import subprocess
 import tarfile
 import zipfile
@@ -16,9 +17,12 @@ import zstandard
 from manege.config import WorkspaceConfig
 from manege.controller.folders import make_folders
 from manege.controller.workspaces.cache import Workspaces
+from manege.controller.workspaces.layers import finished
 from manege.errors import HarnessError
 from manege.sandbox.launcher import Launcher
+from manege.sandbox.policy import Policy
 from manege.sandbox.probe import probe
+from manege.sandbox.spec import Limits, ProcessSpec
 from manege.types import Rollout, RolloutSpec, RolloutState, Task
 
 pytestmark = pytest.mark.anyio
@@ -372,3 +376,94 @@ async def test_without_overlays_an_attempt_gets_a_copy_of_its_own(workspaces, te
         (folders.workspace / "README").write_text("changed")
         (folders.workspace / "src/main.py").unlink()
         assert tree(made.folder) == KEPT
+
+
+@pytest.fixture
+def machine():
+    """Layers with overlays, in namespaces."""
+    found = probe()
+    if not found.overlay:
+        pytest.skip("this machine allows no overlay mounts")
+    return found
+
+
+WORK = """
+test "$(cat README)" = hello && test ! -e .git && echo "$NAME" > README && echo "$NAME" > "new $NAME"
+rm tests/data/deep.txt && mv src moved && ln -s moved again && chmod 000 bin/tool
+rm -r vendor && mkdir vendor && echo "$NAME" > vendor/own && mkfifo pipe
+ls > "$HOME/seen"; touch "$HOME/ready"
+until test -e "$HOME/go"; do sleep 0.05; done
+test "$(cat README vendor/own)" = "$NAME
+$NAME" && ls | cmp - "$HOME/seen"
+"""
+
+
+def changed(name):
+    """What an agent leaves of KEPT."""
+    left = {path: text for path, text in KEPT.items() if not path.startswith(("src", "vendor", "tests/data/deep"))}
+    added = {"moved": "/", "moved/main.py": "print(1)\n", "again": "-> moved", "vendor": "/", "vendor/own": f"{name}\n"}
+    return left | added | {"README": f"{name}\n", f"new {name}": f"{name}\n"}
+
+
+def agent(folders, overlay, machine, name):
+    private = [folders.workspace, folders.home, folders.scratch]
+    return ProcessSpec(
+        program=["sh", "-ec", WORK],
+        role="agent",
+        env={"PATH": "/usr/bin:/bin", "HOME": str(folders.home), "TMPDIR": str(folders.scratch), "NAME": name},
+        cwd=str(folders.workspace),
+        stdout=str(folders.logs / "stdout.txt"),
+        stderr=str(folders.logs / "stderr.txt"),
+        limits=Limits(),
+        policy=Policy(
+            layers=machine,
+            writable=[str(path) for path in private],
+            readable=[],
+            private=[],
+            tcp_ports=[],
+            protected_pids=[os.getpid()],
+        ),
+        overlay=overlay,
+    )
+
+
+def bytes_on_disk(*folders):
+    """Of all files, counted as `du` does."""
+    paths = [path for folder in folders for path in folder.rglob("*")]
+    return sum(path.lstat().st_blocks * 512 for path in paths)
+
+
+async def test_fifty_attempts_change_their_own_workspaces_at_once_for_the_space_of_few(
+    workspaces, launcher, machine, template, tmp_path
+):
+    for number in range(20):
+        write(template, {f"assets/{number}": ""})
+        (template / f"assets/{number}").write_bytes(os.urandom(10 << 20))
+    names = [f"agent{number}" for number in range(50)]
+    attempts = {name: attempt(tmp_path, name) for name in names}
+    async with prepare(workspaces, template) as made, asyncio.TaskGroup() as group:
+        overlays = {name: await workspaces.place(made, attempts[name], machine, timeout_s=60) for name in names}
+        specs = {name: agent(attempts[name], overlays[name], machine, name) for name in names}
+        running = {name: group.create_task(launcher.run(spec, 300)) for name, spec in specs.items()}
+        for name in names:
+            while not (attempts[name].home / "ready").exists():
+                assert not running[name].done(), (attempts[name].logs / "stderr.txt").read_text()
+                await asyncio.sleep(0.01)
+        assert bytes_on_disk(tmp_path / "prepared", tmp_path / "run") < 300 << 20
+        for name in names:
+            (attempts[name].home / "go").touch()
+        ended = {name: await task for name, task in running.items()}
+        assert {each.code for each in ended.values()} == {0}, (attempts["agent0"].logs / "stderr.txt").read_text()
+        for name in names[:3]:
+            left = tmp_path / f"left {name}"
+            left.mkdir()
+            await workspaces.materialise(finished(attempts[name], overlays[name]), left, timeout_s=60)
+            assert not os.access(left / "bin/tool", os.X_OK)
+            (left / "bin/tool").chmod(0o755)
+            assert len(list((left / "assets").iterdir())) == 20
+            shutil.rmtree(left / "assets")
+            assert tree(left) == changed(name)
+        assert bytes_on_disk(made.folder / "assets") == bytes_on_disk(template / "assets")
+        shutil.rmtree(made.folder / "assets")
+        assert tree(made.folder) == KEPT
+    assert list(attempts["agent0"].workspace.iterdir()) == []
