@@ -167,6 +167,14 @@ class Client:
         path = f"/api/rollouts/{rollout_id}/attempt/{attempt}/finish"
         return ROLLOUT.validate_json(await self._send("POST", path, ending))
 
+    async def rescore(self, rollout_id: RolloutId, attempt: int, ending: Ending, *, scorer: str) -> Rollout:
+        """Change the verdict of a rollout that has ended. `ending`: as it would end now; its evidence stays as it was.
+        `scorer`: what judged."""
+        body = {"outcome": ending.outcome, "reward": ending.reward, "message": ending.message, "scorer": scorer}
+        body["call_rewards"] = ending.call_rewards
+        path = f"/api/rollouts/{rollout_id}/attempt/{attempt}/rescore"
+        return ROLLOUT.validate_json(await self._send("POST", path, body))
+
     async def cancel(self, rollout_id: RolloutId) -> Rollout:
         """End a rollout at once; a terminal one is returned as it is."""
         return ROLLOUT.validate_json(await self._send("POST", f"/api/rollouts/{rollout_id}/cancel"))

@@ -6,7 +6,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from manege.errors import ConflictError, NotFoundError
+from manege.errors import ConflictError, NotFoundError, UnprocessableError
 from manege.store.base import Ending, RolloutPage
 from manege.store.sql import SqlStore
 from manege.types import Delivered, Event, Outcome, RolloutSpec, RolloutState, Task
@@ -125,6 +125,52 @@ async def test_infrastructure_failures_start_new_attempts_until_none_is_left(sto
         await finish(store, "a", 0)
     ended = await finish(store, "a", 1, outcome=Outcome.INFRA_ERROR)
     assert (ended.state, ended.reward) == (RolloutState.FAILED, None)
+
+
+async def test_a_final_failure_starts_no_other_attempt(store):
+    await running(store, "a")
+    ended = await finish(store, "a", outcome=Outcome.INFRA_ERROR, is_final=True)
+    assert (ended.state, ended.attempt, ended.reward) == (RolloutState.FAILED, 0, None)
+
+
+async def test_a_verdict_is_changed_after_the_end_and_the_one_before_stays_in_the_log(store):
+    await running(store, "a", "b")
+    for name in ("one", "two"):
+        await store.add_call(make_call(name, [1], [2], rollout="a"))
+    await finish(store, "b", reward=0.5)
+    await finish(store, "a", outcome=Outcome.AGENT_ERROR, message="hung", evidence={"x": 1}, call_rewards={"one": 1.0})
+    ending = Ending(outcome=Outcome.OK, reward=0.75, message="three of four", call_rewards={"two": 2.0})
+    ended = await store.rescore("a", 0, ending, scorer="s2")
+    assert ended == await store.get_rollout("a")
+    assert (ended.state, ended.outcome, ended.reward) == (RolloutState.SUCCEEDED, Outcome.OK, 0.75)
+    assert (ended.message, ended.evidence, ended.completion) == ("three of four", {"x": 1}, 2)
+    (note,) = await store.events("a", event_type="rescored")
+    assert note.data == {
+        "before": {"outcome": "agent_error", "reward": 0.0, "message": "hung"},
+        "after": {"outcome": "ok", "reward": 0.75, "message": "three of four"},
+        "scorer": "s2",
+    }
+    earned = [event.data for event in await store.events("a", event_type="call_reward")]
+    assert {each["call"]: each["value"] for each in earned} == {"one": 0.0, "two": 2.0}
+    page = await store.terminal(run="run", after=0, limit=9)
+    assert [(rollout.spec.id, rollout.reward) for rollout in page.rollouts] == [("b", 0.5), ("a", 0.75)]
+    worse = await store.rescore("a", 0, Ending(outcome=Outcome.AGENT_TIMEOUT), scorer="s3")
+    assert (worse.state, worse.reward) == (RolloutState.FAILED, 0.0)
+
+
+async def test_only_what_has_ended_is_scored_again(store):
+    await running(store, "a", "b")
+    await store.cancel("b")
+    again = Ending(outcome=Outcome.OK, reward=1.0)
+    for name in ("a", "b"):
+        with pytest.raises(ConflictError, match="cannot be scored again"):
+            await store.rescore(name, 0, again, scorer="s")
+    await finish(store, "a", reward=0.5)
+    with pytest.raises(ConflictError):
+        await store.rescore("a", 1, again, scorer="s")
+    with pytest.raises(UnprocessableError, match="no call 'other'"):
+        await store.rescore("a", 0, Ending(outcome=Outcome.OK, call_rewards={"other": 1.0}), scorer="s")
+    assert ((await store.get_rollout("a")).reward, await store.events("a")) == (0.5, [])
 
 
 async def test_a_failed_rollout_rests_before_it_is_claimed_again_and_others_pass_it(store, clock):

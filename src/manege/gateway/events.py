@@ -27,7 +27,7 @@ __all__ = ["event_routes"]
 
 MAX_EVENT_BYTES = 1024 * 1024
 """Logs are for people; large results belong into files."""
-OUR_EVENTS = ("late.", "policy.", "call.", "hack.")
+OUR_EVENTS = ("late.", "policy.", "call.", "hack.", "kubernetes.", "rescored")
 CALL_EVENT = "model_request"
 """How calls are shown in a log; nobody writes it."""
 

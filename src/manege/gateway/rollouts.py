@@ -83,6 +83,17 @@ class _Finish(BaseModel):
     retry_after_s: Annotated[float, Field(ge=0, le=3600)] = 0
 
 
+class _Rescore(BaseModel):
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+    outcome: Literal[Outcome.OK, Outcome.AGENT_ERROR, Outcome.AGENT_TIMEOUT]
+    reward: Number | None = None
+    message: str | None = None
+    call_rewards: dict[CallId, Number] = Field(default_factory=dict)
+    scorer: Annotated[str, Field(min_length=1, max_length=200)]
+    """What judged, for the log."""
+
+
 class _RolloutIds(BaseModel):
     rollout_ids: Annotated[list[RolloutId], Field(max_length=1000)]
 
@@ -101,6 +112,7 @@ def rollout_routes(services: Services) -> list[Route]:
         Route(one, operator(handlers.delete), methods=["DELETE"]),
         Route(f"{one}/cancel", operator(handlers.cancel), methods=["POST"]),
         Route(f"{one}/attempt/{{attempt}}/finish", operator(handlers.finish), methods=["POST"]),
+        Route(f"{one}/attempt/{{attempt}}/rescore", operator(handlers.rescore), methods=["POST"]),
         Route("/api/calls", operator(handlers.calls), methods=["POST"]),
     ]
 
@@ -202,6 +214,13 @@ class _Rollouts:
             retry_after_s=body.retry_after_s,
         )
         return answer(await self._store.finish(_rollout_id(request), path_attempt(request), ending))
+
+    @takes(_Rescore)
+    async def rescore(self, request: Request, body: _Rescore) -> Response:
+        """Change the verdict of a rollout that has ended; the one before stays in its log as an event `rescored`."""
+        ending = Ending(outcome=body.outcome, reward=body.reward, message=body.message, call_rewards=body.call_rewards)
+        rollout_id, attempt = _rollout_id(request), path_attempt(request)
+        return answer(await self._store.rescore(rollout_id, attempt, ending, scorer=body.scorer))
 
     @answers(200, MEDIA_TYPE)
     @takes(_RolloutIds)

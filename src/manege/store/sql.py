@@ -34,6 +34,7 @@ from manege.store.indexing import Indexer, Note
 from manege.store.pruning import prune_run
 from manege.store.raw_calls import Addition, RawCallWriter
 from manege.store.reading import StoreReader, check_schema, read_run, schema_of
+from manege.store.rescoring import rescore
 from manege.store.writer import Writer
 from manege.types import (
     Call,
@@ -183,6 +184,13 @@ class SqlStore(StoreReader):
         another attempt or a terminal rollout."""
         return await self._write(
             lambda connection: rollouts.finish(connection, rollout_id, attempt, ending, self._clock())
+        )
+
+    async def rescore(self, rollout_id: RolloutId, attempt: int, ending: Ending, *, scorer: str) -> Rollout:
+        """Change the verdict of a rollout that has ended; the one before stays in its log. `scorer`: what judged.
+        Raises ConflictError for one that has not ended or was cancelled, or another attempt than its last."""
+        return await self._write(
+            lambda connection: rescore(connection, rollout_id, attempt, ending, scorer, self._clock())
         )
 
     async def cancel(self, rollout_id: RolloutId) -> Rollout:
