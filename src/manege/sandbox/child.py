@@ -31,6 +31,7 @@ from manege.sandbox.policy import apply
 from manege.sandbox.spec import Limits, ProcessSpec
 from manege.sandbox.supervisor import report
 from manege.sandbox.syscalls import PR_SET_PDEATHSIG, is_linux, prctl
+from manege.sandbox.watch import hand_over
 
 __all__ = ["Function", "is_apart", "run_child"]
 
@@ -47,13 +48,15 @@ def run_child(
     reply: int,
     pipe: int,
     lifeline: int,
+    channel: int | None,
 ) -> NoReturn:
     """Become the program, or with namespaces their first process and its parent. `code`: files of interpreter and
-    function; `outputs`: stdout and stderr; `reply`: a file."""
+    function; `outputs`: stdout and stderr; `reply`: a file; `channel`: of a Watcher, if there is one."""
     try:
         policy = spec.policy
         _detach(pipe)
-        _connect(spec, outputs, {pipe, *([] if function is None else [reply]), *([lifeline] if is_apart(spec) else [])})
+        keep = {pipe, *([] if function is None else [reply]), *([lifeline] if is_apart(spec) else [])}
+        _connect(spec, outputs, keep if channel is None else {*keep, channel})
         listable: Sequence[str] = ()
         if policy is not None and function is None:
             # Of whoever started manege: the environment names the agent's own.
@@ -68,6 +71,8 @@ def run_child(
         _settle(spec)
         if policy is not None:
             apply(policy, code=code, listable=listable)
+        if channel is not None:
+            hand_over(channel)
         if function is None:
             os.execvpe(spec.program[0], list(spec.program), dict(spec.env))
     except BaseException as error:  # a process that is half set up may not go on, whatever it was

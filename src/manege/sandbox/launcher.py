@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from manege.errors import HarnessError
-from manege.sandbox.spec import LISTENER, Exit, ProcessSpec, Program
+from manege.sandbox.spec import LISTENER, Exit, ProcessSpec, Program, Seen
 
 __all__ = ["Launcher", "search_path"]
 
@@ -77,7 +77,8 @@ class Launcher:
             received = await asyncio.shield(receiving)
         if not received:
             raise HarnessError(f"{name}: its supervisor was killed; processes of it may be left")
-        ended = Exit(**json.loads(received))
+        fields = json.loads(received)
+        ended = Exit(**fields | {"seen": [Seen(**seen) for seen in fields["seen"]]})
         if ended.error is not None:
             raise HarnessError(f"{name} could not be started: {ended.error}")
         return ended if in_time else replace(ended, timed_out=True)

@@ -12,6 +12,7 @@ import resource
 import select
 import signal
 import socket
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 from manege.sandbox.processes import descendants, kill_all, reap, resident_bytes
 from manege.sandbox.spec import Exit, Limits
 from manege.sandbox.syscalls import PR_SET_CHILD_SUBREAPER, is_linux, prctl
+from manege.sandbox.watch import Watcher
 
 __all__ = ["report", "supervise"]
 
@@ -36,11 +38,13 @@ def supervise(
     limits: Limits,
     *,
     fork: Callable[[], int] = os.fork,
+    watcher: Watcher | None = None,
 ) -> Exit:
     """Fork, run `start(pipe)` in the child, and wait for its end, the controller's order or a limit.
 
     `start` does not return; it may `report` to the pipe why the program cannot be started, and, where the child only
-    starts the program, how that ended. `fork`: os.fork, or another into new namespaces. Raises OSError.
+    starts the program, how that ended. `fork`: os.fork, or another into new namespaces; `watcher`: if the program's
+    process hands over to it. Raises OSError.
     """
     os.setsid()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -54,7 +58,7 @@ def supervise(
         os.close(pipe)
         start(child_pipe)
     os.close(child_pipe)
-    ended = _watch(pid, lifeline, wakeup, outputs, limits)
+    ended = _watch(pid, lifeline, wakeup, outputs, limits, watcher)
     num_left = kill_all(pid)
     reported = _reported(pipe)
     if ended.code == 0 and "status" in reported:
@@ -63,7 +67,8 @@ def supervise(
         _cut(output, limits.output_bytes)
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu_seconds = usage.ru_utime + usage.ru_stime
-    return replace(ended, cpu_seconds=cpu_seconds, num_left=num_left, error=reported.get("error"))
+    seen = watcher.seen() if watcher else ()
+    return replace(ended, cpu_seconds=cpu_seconds, num_left=num_left, error=reported.get("error"), seen=seen)
 
 
 def report(pipe: int, **facts: int | str) -> None:
@@ -86,13 +91,27 @@ def _wake_on_child_death() -> int:
     return readable
 
 
-def _watch(pid: int, lifeline: socket.socket, wakeup: int, outputs: Sequence[int], limits: Limits) -> Exit:
+def _watch(
+    pid: int,
+    lifeline: socket.socket,
+    wakeup: int,
+    outputs: Sequence[int],
+    limits: Limits,
+    watcher: Watcher | None,
+) -> Exit:
     """Until the program ends, a limit is passed, or the lifeline says stop."""
     poll = select.poll()
     poll.register(lifeline, select.POLLIN)
     poll.register(wakeup, select.POLLIN)
+    if watcher is not None:
+        watcher.begin(poll)
+    look_s = 0.0
     while True:
-        ready = [descriptor for descriptor, _ in poll.poll(_TICK_MS)]
+        events = poll.poll(_TICK_MS)
+        ready = [descriptor for descriptor, _ in events]
+        if watcher is not None:
+            for descriptor, event in events:
+                watcher.serve(descriptor, event, poll)
         if wakeup in ready:
             os.read(wakeup, 1 << 12)
             statuses: dict[int, int] = {}
@@ -101,6 +120,9 @@ def _watch(pid: int, lifeline: socket.socket, wakeup: int, outputs: Sequence[int
                 return _exit_of(statuses[pid])
         if lifeline.fileno() in ready:
             return _KILLED
+        if time.monotonic() < look_s:
+            continue
+        look_s = time.monotonic() + _TICK_MS / 1000
         for output in outputs:
             _cut(output, limits.output_bytes)
         if limits.num_processes is not None and len(descendants()) > limits.num_processes:

@@ -28,6 +28,7 @@ from manege.sandbox.namespaces import fork_apart
 from manege.sandbox.spec import Exit, ProcessSpec
 from manege.sandbox.supervisor import report, supervise
 from manege.sandbox.warmup import warm_up
+from manege.sandbox.watch import Watcher, suspects_of
 
 __all__ = ["main"]
 
@@ -116,6 +117,9 @@ def _run(
             group = stack.enter_context(cgroups.limited(spec.limits))
             spec = replace(spec, limits=cgroups.others(spec.limits))
 
+        watches = spec.policy is not None and spec.policy.layers.notify
+        watcher = Watcher(suspects_of(spec)) if watches else None
+
         def start(pipe: int) -> NoReturn:
             try:
                 if group is not None:
@@ -123,14 +127,15 @@ def _run(
             except OSError as error:  # the supervisor's to tell
                 report(pipe, error=f"control group: {error}")
                 os._exit(1)
-            run_child(spec, function, code, outputs, reply, pipe, lifeline.fileno())
+            channel = watcher.channel if watcher else None
+            run_child(spec, function, code, outputs, reply, pipe, lifeline.fileno(), channel)
 
         def fork() -> int:
             if spec.policy is None or not is_apart(spec):
                 return os.fork()
             return fork_apart(network=spec.policy.own_network)
 
-        ended = supervise(start, lifeline, outputs, spec.limits, fork=fork)
+        ended = supervise(start, lifeline, outputs, spec.limits, fork=fork, watcher=watcher)
         if group is not None and ended.code and group.out_of_memory():
             ended = replace(ended, limit="memory")  # a shell, say, whose command was killed
         return ended

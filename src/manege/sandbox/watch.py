@@ -1,8 +1,8 @@
 """Seeing what an agent tries: opens, executions and connections, by seccomp's user notification.
 
 The agent's process installs a filter whose listener it hands to its supervisor (`hand_over`); each such call then waits
-until the supervisor has looked at it (`Watcher.serve`), and goes on in any case. So nothing is enforced here, and an
-agent that changes its memory meanwhile deceives only the report. Ten microseconds a call; a supervisor that dies takes
+until the supervisor has looked at it (`Watcher`), and goes on in any case. So nothing is enforced here, and an agent
+that changes its memory meanwhile deceives only the report. Some ten microseconds a call; a supervisor that dies takes
 its agent along, so no agent waits for nobody.
 """
 
@@ -10,6 +10,8 @@ import array  # noqa: F401  # `send_fds` imports it, and an import opens files, 
 import ctypes
 import fcntl
 import os
+import pwd
+import select
 import socket
 import struct
 import threading
@@ -17,11 +19,11 @@ from collections import Counter
 from collections.abc import Sequence
 
 from manege.sandbox.seccomp import build_watch_filter, install
-from manege.sandbox.spec import Seen
+from manege.sandbox.spec import ProcessSpec, Seen
 from manege.sandbox.suspects import Suspect, Suspects
 from manege.sandbox.syscalls import ARCH, PR_SET_NO_NEW_PRIVS, prctl, syscall
 
-__all__ = ["Watcher", "available", "hand_over"]
+__all__ = ["Watcher", "available", "hand_over", "suspects_of"]
 
 _WATCHED = ("open", "openat", "openat2", "execve", "execveat", "connect")
 _NEW_LISTENER, _WAIT_KILLABLE = 1 << 3, 1 << 5
@@ -63,11 +65,25 @@ def available() -> bool:
     return bool(found)
 
 
-def hand_over(channel: socket.socket) -> None:
-    """Be watched from now on, by whoever has the other end of `channel`. Needs no_new_privs."""
-    listener = _listen(_WATCHED)
-    socket.send_fds(channel, [b"w"], [listener])
-    os.close(listener)
+def hand_over(channel: int) -> None:
+    """Be watched from now on, by the Watcher that the channel is of. Needs no_new_privs."""
+    with socket.socket(fileno=channel) as opened:
+        listener = _listen(_WATCHED)
+        socket.send_fds(opened, [b"w"], [listener])
+        os.close(listener)
+
+
+def suspects_of(spec: ProcessSpec) -> Suspects:
+    """Of a process with a policy."""
+    policy = spec.policy
+    assert policy is not None
+    given = [*policy.writable, *policy.readable, *policy.folders]
+    return Suspects(
+        own=[*given, *map(os.path.realpath, given)],
+        private=[*policy.private, *map(os.path.realpath, policy.private)],
+        home=pwd.getpwuid(os.getuid()).pw_dir,
+        path=spec.env.get("PATH", os.defpath),
+    )
 
 
 def _listen(names: Sequence[str]) -> int:
@@ -79,9 +95,12 @@ def _listen(names: Sequence[str]) -> int:
 class Watcher:
     """The supervisor's end: answers each call, and counts what is suspicious."""
 
-    def __init__(self, listener: int, suspects: Suspects) -> None:
+    def __init__(self, suspects: Suspects) -> None:
         assert ARCH is not None
-        self.listener = listener
+        self._channel, channel = socket.socketpair()
+        self.channel = channel.detach()
+        """For `hand_over`, in a fork."""
+        self._listener: int | None = None
         self._suspects = suspects
         self._names = {ARCH.numbers[name]: name for name in _WATCHED if name in ARCH.numbers}
         self._counts: Counter[Suspect] = Counter()
@@ -89,11 +108,29 @@ class Watcher:
         self._last_command: dict[int, Sequence[str]] = {}
         self._memory = _Memory()
 
-    def serve(self) -> None:
-        """One call, which is there."""
+    def begin(self, poll: select.poll) -> None:
+        """Wait for the agent's process; called after the fork."""
+        os.close(self.channel)
+        poll.register(self._channel, select.POLLIN)
+
+    def serve(self, descriptor: int, event: int, poll: select.poll) -> None:
+        """Take what is ready, if the descriptor is ours: the listener, or one call."""
+        if descriptor == self._listener:
+            if event & select.POLLHUP:  # all that was watched is dead
+                poll.unregister(descriptor)
+            else:
+                self._answer(descriptor)
+        elif descriptor == self._channel.fileno():
+            poll.unregister(descriptor)
+            _, descriptors, _, _ = socket.recv_fds(self._channel, 1, 1)
+            for listener in descriptors:  # none: the process has died
+                self._listener = listener
+                poll.register(listener, select.POLLIN)
+
+    def _answer(self, listener: int) -> None:
         request = bytearray(_REQUEST.size)
         try:
-            fcntl.ioctl(self.listener, _RECEIVE, request)
+            fcntl.ioctl(listener, _RECEIVE, request)
         except OSError:  # its process was killed meanwhile
             return
         call, pid, _, number, _, _, *arguments = _REQUEST.unpack(request)
@@ -103,7 +140,7 @@ class Watcher:
             pass
         finally:
             try:
-                fcntl.ioctl(self.listener, _SEND, _RESPONSE.pack(call, 0, 0, _CONTINUE))
+                fcntl.ioctl(listener, _SEND, _RESPONSE.pack(call, 0, 0, _CONTINUE))
             except OSError:  # killed
                 pass
 
@@ -114,10 +151,6 @@ class Watcher:
             Seen(kind=suspect.kind, detail=suspect.detail, count=count, flags=suspect.flags)
             for suspect, count in ordered[:_MAX_TOLD]
         ]
-
-    def close(self) -> None:
-        """Whatever still asks gets an error; call it when all that is left will be killed."""
-        os.close(self.listener)
 
     def _look(self, pid: int, name: str, arguments: Sequence[int]) -> None:
         if name.startswith("open"):
