@@ -23,7 +23,7 @@ from manege.gateway.server import GatewayServer
 from manege.store.base import Ending
 from manege.types import Outcome, RolloutSpec, RolloutState, Task
 from tests.calls import make_call
-from tests.conftest import OPERATOR_KEY
+from tests.conftest import OPERATOR_KEY, gateway_app
 
 pytestmark = pytest.mark.anyio
 
@@ -329,11 +329,12 @@ async def test_stopping_ends_long_polls_with_what_they_have(gateway):
         assert await claiming == []
 
 
-async def test_a_port_in_use_and_an_open_address_without_a_key_are_refused(gateway):
+async def test_a_port_in_use_and_an_open_address_without_a_key_are_refused(gateway, store, engine):
+    app = gateway_app(store, engine)
     port = int(gateway.url.rpartition(":")[2])
     with pytest.raises(ConfigError, match=rf"127\.0\.0\.1 port {port}"):
-        await GatewayServer(gateway.app, port=port).start()
+        await GatewayServer(app, port=port).start()
     with pytest.raises(ConfigError, match=r"0\.0\.0\.0.*gateway\.key"):
-        GatewayServer(gateway.app, host="0.0.0.0")
-    async with GatewayServer(gateway.app, host="0.0.0.0", has_explicit_key=True) as open_server:
+        GatewayServer(app, host="0.0.0.0")
+    async with GatewayServer(app, host="0.0.0.0", has_explicit_key=True) as open_server:
         assert open_server.url.startswith("http://0.0.0.0:")
