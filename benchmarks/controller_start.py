@@ -1,14 +1,15 @@
-"""How fast agents start: CPU per warm start, delay from a rollout's creation to its agent, rollouts per second.
+"""How fast agents start: over a bare spawn, from the warm parent, after their rollout's creation; and how many.
 
-    python benchmarks/controller_start.py [--rollouts 64]
+    python benchmarks/controller_start.py [--rollouts 64] [--starts 50]
 
-One process holds gateway (scripted engine), store and controller, as in `manege train`. The agent imports the official
-`openai` client and makes one client, as every agent does. Prints JSON.
+The first figures are of the sandbox alone, with all layers of this machine: `true` as a command against `true` spawned
+bare, in turns, and a function that does nothing, each until everything of it is dead and told; and when the function's
+first line ran. The others are of gateway, store and controller in one process, as in `manege train`: the agent imports
+the official `openai` client and makes one client, as every agent does. Prints JSON.
 """
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
 import statistics
@@ -17,17 +18,12 @@ import tempfile
 import time
 from pathlib import Path
 
-from manege.client import Client
-from manege.config import ControllerConfig, RunConfig, SandboxConfig
-from manege.controller.loop import Controller
-from manege.engine.scripted import ScriptedEngine, hashed_reply
-from manege.gateway.app import create_app
-from manege.gateway.server import GatewayServer
-from manege.model.folder import open_folder
-from manege.rendering.select import renderer_for
+from controller_site import settle, site
+
+from manege.sandbox.launcher import Launcher, search_path
+from manege.sandbox.policy import Policy
 from manege.sandbox.probe import probe
-from manege.store.sql import SqlStore
-from manege.types import RolloutSpec, Task
+from manege.sandbox.spec import Limits, ProcessSpec
 
 AGENT = """
 import time
@@ -36,6 +32,9 @@ from openai import OpenAI
 def main():
     print(time.time())
     OpenAI().chat.completions
+
+def nothing():
+    return time.time()
 """
 SCORER = """
 def score(task, attempt):
@@ -44,69 +43,87 @@ def score(task, attempt):
 SLOTS = 16
 
 
-async def measure(folder, num_rollouts):
-    (folder / "bench_agent.py").write_text(AGENT)
-    (folder / "bench_scorer.py").write_text(SCORER)
+async def measure_starts(folder, num_starts):
+    """Medians in milliseconds."""
+    (folder / "bench_start.py").write_text(AGENT)
     sys.path.append(str(folder))
-    config = RunConfig.model_validate(
-        {
-            "name": "bench",
-            "tasks": {"train": "none"},
-            "agent": {"run": "bench_agent:main"},
-            "scorer": {"run": "bench_scorer:score"},
-        }
+    launcher = Launcher()
+    seconds = {"bare_spawn": [], "command": [], "function": [], "function_first_line": []}
+    try:
+        for number in range(-1, num_starts):
+            began_s = time.perf_counter()
+            bare = await asyncio.create_subprocess_exec("true")
+            await bare.wait()
+            taken = {"bare_spawn": time.perf_counter() - began_s}
+            for name, program in (("command", ["true"]), ("function", "bench_start:nothing")):
+                request = spec(folder / f"{name}{number}", program)
+                began_s, clock_s = time.perf_counter(), time.time()
+                ended = await launcher.run(request, 60, on_listener=lambda listener: listener.close())
+                taken[name] = time.perf_counter() - began_s
+                assert ended.code == 0, Path(request.stderr).read_text()
+            taken["function_first_line"] = float(ended.reply) - clock_s
+            if number >= 0:  # the first one started the warm parents
+                for name, value in taken.items():
+                    seconds[name].append(value)
+    finally:
+        await launcher.close()
+    medians = {name: 1000 * statistics.median(values) for name, values in seconds.items()}
+    return medians | {"command_over_bare_spawn": medians["command"] - medians["bare_spawn"]}
+
+
+def spec(folder, program):
+    for name in ("workspace", "home", "scratch"):
+        (folder / name).mkdir(parents=True)
+    policy = Policy(
+        layers=probe(),
+        writable=[str(folder / name) for name in ("workspace", "home", "scratch")],
+        readable=[],
+        private=[],
+        tcp_ports=[],
+        protected_pids=[os.getpid()],
+        listen_port=18080,
     )
-    store = await SqlStore.open(folder / "store.db")
-    app = create_app(
-        store=store,
-        engine=ScriptedEngine(hashed_reply(num_tokens=4, first_id=97, last_id=122)),
-        renderer=renderer_for(open_folder(str(Path("tests/tiny/model")))),
-        operator_key="mo-bench",
-        model_name="tiny",
-        context_limit=2048,
+    return ProcessSpec(
+        program=program,
+        role="agent",
+        env={"PATH": search_path(), "HOME": str(folder / "home"), "TMPDIR": str(folder / "scratch")},
+        cwd=str(folder / "workspace"),
+        stdout=str(folder / "stdout"),
+        stderr=str(folder / "stderr"),
+        limits=Limits(memory_bytes=4 << 30, num_processes=256),
+        policy=policy,
+        replies=True,
     )
-    async with GatewayServer(app) as server, Client(server.url, "mo-bench") as client:
-        await client.put_run("bench", config.model_dump(mode="json"))
-        sandbox = SandboxConfig(unsafe=not probe().isolates)
-        controller = Controller(
-            client, name="bench", folder=folder, config=ControllerConfig(slots=SLOTS), sandbox=sandbox
-        )
-        await controller.prepare(config)
-        running = asyncio.create_task(controller.run())
+
+
+async def measure_rollouts(folder, num_rollouts):
+    async with site(folder, agent=AGENT, scorer=SCORER, slots=SLOTS) as client:
         first = await settle(client, ["warm"])
         alone = [(await settle(client, [f"alone{index}"]))[0] for index in range(10)]
         began_s = time.perf_counter()
         crowd = await settle(client, [f"crowd{index}" for index in range(num_rollouts)])
         seconds = time.perf_counter() - began_s
-        running.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await running
-    await store.close()
     delays_ms = [1000 * (rollout.reward - rollout.created_s) for rollout in alone]
     return {
         "first_ms": 1000 * (first[0].reward - first[0].created_s),
         "created_to_agent_ms": {"median": statistics.median(delays_ms), "max": max(delays_ms)},
         "cpu_per_agent_ms": 1000 * statistics.mean(rollout.evidence["cpu_s"] for rollout in crowd),
         "rollouts_per_s": num_rollouts / seconds,
-        "load": os.getloadavg()[0],
     }
 
 
-async def settle(client, names):
-    cursor = (await client.terminal(run="bench", after=0, limit=1000)).cursor
-    task = Task(id="t", input={})
-    await client.create_rollouts([RolloutSpec(id=name, run="bench", task=task) for name in names])
-    ended = []
-    while len(ended) < len(names):
-        page = await client.terminal(run="bench", after=cursor, wait_s=30)
-        ended += page.rollouts
-        cursor = page.cursor
-    return ended
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rollouts", type=int, default=64)
+    parser.add_argument("--starts", type=int, default=50)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        starts_ms = asyncio.run(measure_starts(Path(name), arguments.starts))
+    with tempfile.TemporaryDirectory() as name:
+        rollouts = asyncio.run(measure_rollouts(Path(name), arguments.rollouts))
+    sandbox = list(probe().names())
+    print(json.dumps({"starts_ms": starts_ms, **rollouts, "sandbox": sandbox, "load": os.getloadavg()[0]}, indent=2))
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rollouts", type=int, default=64)
-    arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        print(json.dumps(asyncio.run(measure(Path(name), arguments.rollouts)), indent=2))
+    main()
