@@ -50,7 +50,7 @@ async def answering(client: Client, claim: Claim) -> AsyncIterator[Callable[[soc
             for task in serving:
                 task.cancel()
     except ExceptionGroup as failures:
-        raise failures.exceptions[0] from failures
+        raise failures.exceptions[0] from None
     finally:
         for listener in given:
             listener.close()
