@@ -37,7 +37,7 @@ _GIT_DAILY = frozenset({
 })
 """What harnesses and agents do without a thought; it says nothing where there is no repository."""
 _GIT_DIGS = frozenset({
-    "clone", "fetch", "pull", "ls-remote", "submodule", "reflog", "fsck", "cat-file", "rev-list",
+    "clone", "fetch", "pull", "submodule", "reflog", "fsck", "cat-file", "rev-list",
     "unpack-objects", "verify-pack"
 })
 _OTHER_HISTORY = re.compile(r"--all$|--git-dir|--remotes|(remotes/)?(origin|upstream)/|refs/|stash@")
@@ -147,7 +147,7 @@ class Suspects:
                 continue
             while words and (re.match(r"\w+=", words[0]) or words[0] in ("sudo", "env", "exec", "time")):
                 words = words[1:]
-            if words and not self._has_program(words[0]) and (found := self.of_command(words)):
+            if words and (found := self.of_command(words)) and not self._has_program(words[0]):
                 return found
         return None
 

@@ -77,13 +77,17 @@ def suspects_of(spec: ProcessSpec) -> Suspects:
     """Of a process with a policy."""
     policy = spec.policy
     assert policy is not None
-    given = [*policy.writable, *policy.readable, *policy.folders]
     return Suspects(
-        own=[*given, *map(os.path.realpath, given)],
-        private=[*policy.private, *map(os.path.realpath, policy.private)],
+        own=_names([*policy.writable, *policy.readable, *policy.folders]),
+        private=_names(policy.private),
         home=pwd.getpwuid(os.getuid()).pw_dir,
         path=spec.env.get("PATH", os.defpath),
     )
+
+
+def _names(paths: Sequence[str]) -> Sequence[str]:
+    """A path may be asked for by its own name, or by that without links."""
+    return list(dict.fromkeys(each for path in paths for each in (os.path.abspath(path), os.path.realpath(path))))
 
 
 def _listen(names: Sequence[str]) -> int:
@@ -136,7 +140,7 @@ class Watcher:
         call, pid, _, number, _, _, *arguments = _REQUEST.unpack(request)
         try:
             self._look(pid, self._names[number], arguments)
-        except (OSError, ValueError):  # memory that is not there, an address that is none: the kernel will say so
+        except Exception:  # whatever an agent passes, its supervisor lives: else its failures would be ours
             pass
         finally:
             try:
