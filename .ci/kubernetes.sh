@@ -2,14 +2,15 @@
 # Builds the Kubernetes that the tests talk to, from Debian 12's own source package, into a cache folder outside the
 # repository, whose name it prints. No root is needed and nothing is installed: packages are only unpacked.
 # In:  apt's configured Debian sources.   Out: FOLDER/bin (kube-apiserver, kube-controller-manager, kubelet,
-# kube-scheduler) and FOLDER/root (etcd, containerd, runc, CNI plugins, busybox as Debian ships them).
+# kube-scheduler) and FOLDER/root (etcd, containerd, runc, CNI plugins, bubblewrap, busybox as Debian ships them).
 # A file appears when it is whole, so the first two programs can be used while the others are built; what is there is
 # not made again. Ends with 1 and the last lines of FOLDER/log when something failed. About ten CPU minutes.
 set -euo pipefail
 
 release=1.20.2
 source_version="1.20.5+really1.20.2-1.1+deb12u1"
-packages=(golang-1.19-go golang-1.19-src patch etcd-server containerd runc containernetworking-plugins busybox-static)
+packages=(golang-1.19-go golang-1.19-src patch xz-utils
+    etcd-server bubblewrap containerd runc containernetworking-plugins busybox-static)
 script=$(readlink -f "$0")
 folder="${XDG_CACHE_HOME:-$HOME/.cache}/manege/kubernetes-$release-$(sha256sum "$script" | cut -c1-12)"
 programs=(kube-apiserver kube-controller-manager kubelet kube-scheduler)
@@ -31,14 +32,14 @@ set -x
 work="$folder/work" root="$folder/root"
 mkdir -p "$work/lists/partial" "$work/archives/partial" "$work/sources"
 
-# Debian's package lists again, for sources too, in a place of our own: the machine's apt stays as it is.
-targets='$(ORIGIN) $(REPO_URI) $(RELEASE) $(COMPONENT)'
-apt-get indextargets --format "$targets" 'Identifier: Packages' | sort -u |
+# Debian's package lists once more, then for sources too, in a place of our own: the machine's apt stays as it is.
+apt=(apt-get -q -o "Dir::State::lists=$work/lists" -o "Dir::Cache::archives=$work/archives" -o APT::Sandbox::User=root
+    -o Acquire::Retries=3)
+"${apt[@]}" update || echo "a source of packages failed; whether Debian's did is seen below"
+"${apt[@]}" indextargets --format '$(ORIGIN) $(REPO_URI) $(RELEASE) $(COMPONENT)' 'Identifier: Packages' | sort -u |
     awk '$1 == "Debian" { print "deb", $2, $3, $4; print "deb-src", $2, $3, $4 }' >"$work/sources.list"
-[[ -s $work/sources.list ]] || { echo "apt knows no Debian packages: run apt-get update first"; exit 1; }
-apt=(apt-get -q -o "Dir::Etc::sourcelist=$work/sources.list" -o Dir::Etc::sourceparts=/dev/null
-    -o "Dir::State::lists=$work/lists" -o "Dir::Cache::archives=$work/archives" -o APT::Sandbox::User=root
-    -o APT::Get::List-Cleanup=false -o Acquire::Retries=3)
+[[ -s $work/sources.list ]] || { echo "apt is configured for no Debian packages"; exit 1; }
+apt+=(-o "Dir::Etc::sourcelist=$work/sources.list" -o Dir::Etc::sourceparts=/dev/null)
 "${apt[@]}" update
 
 if [[ ! -d $root ]]; then

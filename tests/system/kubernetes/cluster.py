@@ -10,6 +10,7 @@ import socket
 import ssl
 import subprocess
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -41,7 +42,7 @@ def free_port():
 
 
 def spawn(command, log, **options):
-    """Start a program that dies with this process."""
+    """Start a program that dies with the thread that called this."""
     with log.open("ab") as output:
         return subprocess.Popen(
             ["setpriv", "--pdeathsig", "KILL", "--", *map(str, command)],
@@ -63,6 +64,8 @@ class Cluster:
         self.ca_file = folder / "certificates" / "apiserver.crt"
         self._options = {"apiserver": apiserver_options, "manager": manager_options}
         self._running = {}
+        # The kernel kills a program with the thread that started it, so this one stays, whoever asks for a start.
+        self._starter = ThreadPoolExecutor(1)
 
     def __enter__(self):
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -81,6 +84,7 @@ class Cluster:
     def __exit__(self, *_):
         for name in list(self._running):
             self.kill(name)
+        self._starter.shutdown()
 
     def start_etcd(self):
         here, peer = f"http://127.0.0.1:{self._etcd_port}", f"http://127.0.0.1:{self._peer_port}"
@@ -147,7 +151,8 @@ class Cluster:
 
     def start(self, name, *command, **options):
         """A further program of the cluster; its output goes to NAME.log."""
-        self._running[name] = spawn(command, self.folder / f"{name}.log", **options)
+        log = self.folder / f"{name}.log"
+        self._running[name] = self._starter.submit(spawn, command, log, **options).result()
 
     def kill(self, name):
         """At once: asked kindly, an API server waits a minute for those who watch."""

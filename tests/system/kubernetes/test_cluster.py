@@ -98,10 +98,9 @@ async def test_a_failing_command_fails_its_job_with_its_exit_code(api, kubelet, 
 
 async def test_a_jobs_deadline_kills_all_that_its_pod_runs(api, kubelet, namespace):
     script = "(trap '' TERM; while :; do sleep 1; done) & sleep 1000"
-    await api.create(
-        jobs_of(namespace), job(container(script), activeDeadlineSeconds=2, pod={"terminationGracePeriodSeconds": 0})
-    )
+    await api.create(jobs_of(namespace), job(container(script), pod={"terminationGracePeriodSeconds": 0}))
     [pod] = await api.until(pods_of(namespace), running)
+    await api.patch(f"{jobs_of(namespace)}/work", {"spec": {"activeDeadlineSeconds": 1}})
     [runs] = kubelet._pods.values()
     pid = runs.containers["main"]._pid
     jobs = await api.until(jobs_of(namespace), ends)
@@ -137,6 +136,8 @@ async def test_a_preempted_pod_says_so_before_it_is_gone(api, kubelet, namespace
     seen = []
     async with aclosing(api.events(pods_of(namespace), version=version)) as events:
         async for kind, entry in events:
+            if entry["metadata"]["name"] != pod:  # the Job starts anew
+                continue
             seen.append((kind, {condition["type"] for condition in entry["status"]["conditions"]}))
             if kind == "DELETED":
                 break
