@@ -8,9 +8,11 @@ import time
 import pytest
 
 from manege.cli import main
+from manege.controller.hacks import hack_events, hacks_of
+from manege.sandbox.spec import Seen
 from manege.store.base import Ending
 from manege.store.sql import SqlStore
-from manege.types import Outcome, RolloutSpec, Task
+from manege.types import Event, Outcome, RolloutSpec, Task
 from tests.calls import make_call
 from tests.system.test_parts_alone import TINY, serving
 from tests.system.test_training import RUN_FILE, finish, manege, rows, wait_for_steps
@@ -183,9 +185,9 @@ def test_what_is_not_there_is_named_in_one_line(run, refusal):
     assert "needs --key-file" in refusal("show", "tiny", "--gateway", "http://127.0.0.1:9")
 
 
-def keep(folder, groups, *, run="study", config=None, earned=None, clock=time.time):
-    """A store with groups of rollouts: name -> (outcome, reward, log-probabilities of its one answer) of each; and what
-    single calls earned."""
+def keep(folder, groups, *, run="study", config=None, earned=None, hacks=None, clock=time.time):
+    """A store with groups of rollouts: name -> (outcome, reward, log-probabilities of its one answer) of each; what
+    single calls earned; and what agents were seen to try."""
 
     async def write():
         store = await SqlStore.open(folder / "manege.db", clock=clock)
@@ -204,7 +206,17 @@ def keep(folder, groups, *, run="study", config=None, earned=None, clock=time.ti
                     await store.add_call(make_call(f"call-{name}", [1, 2], answer, rollout=name, logprobs=logprobs))
                 if outcome is not None:
                     of_calls = {call: value for call, value in (earned or {}).items() if call == f"call-{name}"}
-                    ending = Ending(outcome=outcome, reward=reward, message=f"{outcome}", call_rewards=of_calls)
+                    events = hack_events(agent=(hacks or {}).get(name, ()))
+                    for event_type, told in events:
+                        event = {"rollout_id": name, "attempt": 0, "event_type": event_type, "data": told}
+                        await store.add_event(Event(**event, timestamp_s=0.0))
+                    ending = Ending(
+                        outcome=outcome,
+                        reward=reward,
+                        message=f"{outcome}",
+                        call_rewards=of_calls,
+                        evidence={"hacks": hacks_of(events)} if events else {},
+                    )
                     await store.finish(name, 0, ending)
         await store.close()
 
@@ -246,6 +258,96 @@ def test_rewards_of_calls_are_read_from_the_store(tmp_path, data):
     [step] = data("replay", tmp_path, "--set", "credit.advantage=returns")["replayed"]
     # 1 and 0 + 3, mean 2: -1 for 2 tokens, 1 for 4.
     assert step["loss"] == pytest.approx((2 - 4) / 6)
+
+
+CHEATED = [
+    Seen(kind="git", detail="git log --all", count=3, flags=True),
+    Seen(kind="packages", detail="pip install six", count=1, flags=False),
+]
+HACKS = {
+    "study-a0": CHEATED,
+    "study-b1": [Seen(kind="git", detail="git fetch", count=1, flags=True)],
+    "study-b0": [Seen(kind="git", detail="git log", count=9, flags=False)],
+}
+TOLD = {
+    "num_rollouts": 5,
+    "num_flagged": 2,
+    "flagged_rewarded": 0.5,
+    "others_rewarded": 0.5,
+    "kinds": [
+        {
+            "kind": "git",
+            "num_events": 13,
+            "num_rollouts": 3,
+            "num_flagged": 2,
+            "rewarded": 0.5,
+            "examples": [
+                {"rollout": "study-a0", "detail": "git log --all", "count": 3, "flags": True},
+                {"rollout": "study-b1", "detail": "git fetch", "count": 1, "flags": True},
+                {"rollout": "study-b0", "detail": "git log", "count": 9, "flags": False},
+            ],
+        },
+        {
+            "kind": "packages",
+            "num_events": 1,
+            "num_rollouts": 1,
+            "num_flagged": 0,
+            "rewarded": None,
+            "examples": [{"rollout": "study-a0", "detail": "pip install six", "count": 1, "flags": False}],
+        },
+    ],
+}
+
+
+def test_what_agents_tried_is_told_by_kind_with_whether_it_paid(tmp_path, data, answer, refusal):
+    """Of a store, of an export, and through a gateway."""
+    keep(tmp_path, {"a": PAIR, "b": PAIR, "c": [(None, None, [])]}, config=STUDY, hacks=HACKS)
+    assert data("show", tmp_path, "--hacks") == TOLD
+    shown = answer("show", tmp_path, "--hacks")
+    assert "2 of 5 rollouts are flagged; rewarded: 50% of them, 50% of the others" in shown
+    assert "study-a0 git log --all (3 times)" in shown
+    for form in ("jsonl", "parquet"):
+        answer("export", tmp_path, "--format", form, "--out", tmp_path / f"run.{form}")
+        assert data("show", tmp_path / f"run.{form}", "--hacks") == TOLD
+    words = ["gateway", "--model", TINY / "model", "--port", 0, "--folder", tmp_path]
+    with serving(*words, ready=r"gateway (http://\S+),", log=tmp_path / "gateway.txt") as url:
+        way = ["--gateway", url, "--key-file", tmp_path / "operator.key"]
+        assert data("show", "study", "--hacks", *way) == TOLD
+    assert "--hacks is of a whole run" in refusal("show", tmp_path, "study-a0", "--hacks")
+    assert "flagged for git (credit.flagged = keep)" in answer("show", tmp_path, "study-a0")
+    assert "flagged" not in answer("show", tmp_path, "study-a1")
+
+
+def test_a_run_without_hacks_says_so(tmp_path, data, answer):
+    keep(tmp_path, {"a": PAIR}, config=STUDY)
+    assert data("show", tmp_path, "--hacks")["kinds"] == []
+    assert "2 rollouts, none of which tried anything that is reported" in answer("show", tmp_path, "--hacks")
+
+
+@pytest.mark.parametrize(
+    ("flagged", "loss", "reasons"),
+    [
+        # As without: -1/2 and 1/2, of 2 and 4 tokens, each 1/6.
+        ("keep", 1 / 6, {"trained": 6}),
+        # Rewards 0 and 0 teach nothing.
+        ("zero", 0, {"trained": 6}),
+        ("mask", 0, {"trained": 4, "flagged": 2}),
+    ],
+)
+def test_a_replay_may_mask_or_zero_who_cheated(tmp_path, data, answer, flagged, loss, reasons):
+    keep(tmp_path, {"a": PAIR}, config=STUDY, hacks={"study-a0": CHEATED})
+    [step] = data("replay", tmp_path, "--set", f"credit.flagged={flagged}")["replayed"]
+    assert step["loss"] == pytest.approx(loss)
+    assert step["tokens_by_reason"] == reasons
+    assert (step["flagged"], step["flagged_rewarded"], step["reward_mean"]) == (1, 1.0, 0.5)
+    assert "  flagged" in answer("replay", tmp_path, "--set", f"credit.flagged={flagged}")
+
+
+def test_the_tree_of_a_masked_rollout_says_why(tmp_path, data):
+    config = STUDY | {"credit": STUDY["credit"] | {"flagged": "mask"}}
+    keep(tmp_path, {"a": PAIR}, config=config, hacks={"study-a0": CHEATED})
+    [call] = data("show", tmp_path, "study-a0")["calls"]
+    assert (call["reason"], call["num_trained"]) == ("flagged", 0)
 
 
 def test_a_replay_may_refill_groups_and_leaves_out_what_its_trainer_gave_up(tmp_path, data, answer, refusal):
