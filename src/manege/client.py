@@ -66,6 +66,8 @@ class Claim:
     rollout: Rollout
     agent_key: str
     """Good for the model calls and events of this attempt."""
+    scorer_key: str
+    """Good for its rewards, for a scorer that is out of the controller's reach."""
 
 
 CLAIMS = TypeAdapter(list[Claim])
@@ -81,8 +83,10 @@ class Client:
     def __init__(self, base_url: str, key: str) -> None:
         self.url = base_url.rstrip("/")
         """Also where agents find the gateway."""
-        # Long polls hold a connection each. Proxies of the environment are for the outside.
-        self._transport = httpx.AsyncHTTPTransport(limits=httpx.Limits(max_connections=None), trust_env=False)
+        # Long polls hold a connection each. Connections do not expire here, since httpcore would close one that does
+        # so between its choice and its use. Proxies of the environment are for the outside.
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=None)
+        self._transport = httpx.AsyncHTTPTransport(limits=limits, trust_env=False)
         self._http = httpx.AsyncClient(
             base_url=base_url,
             headers={"authorization": f"Bearer {key}"},
@@ -156,6 +160,11 @@ class Client:
         controller still carries out; what else is leased to its name was lost and is queued again."""
         body = {"controller": controller, "limit": limit, "lease_s": lease_s, "wait_s": wait_s, "holding": holding}
         return CLAIMS.validate_json(await self._send("POST", "/api/leases", body, wait_s=wait_s))
+
+    async def held(self, *, controller: str, lease_s: float) -> list[Claim]:
+        """What a controller of this name had when it was last heard of, to go on with; its leases begin anew."""
+        body = {"controller": controller, "lease_s": lease_s}
+        return CLAIMS.validate_json(await self._send("POST", "/api/leases/held", body))
 
     async def renew(self, *, controller: str, rollout_ids: Sequence[RolloutId], lease_s: float) -> list[RolloutId]:
         """Prolong leases, or give the rollouts back (0 s); returns those that were lost."""

@@ -72,6 +72,21 @@ async def test_a_lease_that_ran_out_becomes_a_new_attempt_of_another_controller(
         await finish(store, "b")
 
 
+async def test_a_controller_that_comes_back_finds_what_it_held_and_nobody_took(store, clock):
+    await running(store, "a", "b", "other")
+    await store.renew(controller="c", rollout_ids=["other"], lease_s=1)
+    clock.now_s += 20
+    await store.claim(controller="second", limit=1, lease_s=30)
+    clock.now_s += 20
+    assert [(each.spec.id, each.attempt) for each in await store.held(controller="c", lease_s=30)] == [
+        ("a", 0),
+        ("b", 0),
+    ]
+    clock.now_s += 20
+    assert await store.claim(controller="second", limit=5, lease_s=30, holding=["other"]) == []
+    assert await store.held(controller="unknown", lease_s=30) == []
+
+
 async def test_a_rollout_that_is_given_back_loses_no_attempt(store):
     await running(store, "a", max_attempts=1)
     for attempt in (1, 2):

@@ -52,9 +52,11 @@ OPERATOR_ROUTES = [
     ("DELETE", "/api/rollouts/a"),
     ("POST", "/api/rollouts/a/cancel"),
     ("POST", "/api/rollouts/a/attempt/0/finish"),
+    ("POST", "/api/rollouts/a/attempt/0/rescore"),
     ("GET", "/api/rollouts/a/events"),
     ("POST", "/api/calls"),
     ("POST", "/api/leases"),
+    ("POST", "/api/leases/held"),
     ("POST", "/api/leases/renew"),
     ("PUT", "/api/runs/run"),
     ("GET", "/api/runs/run"),
@@ -174,3 +176,32 @@ def test_the_operator_key_is_made_once_readable_by_its_owner_only(tmp_path):
     assert stat.S_IMODE(os.stat(folder / "operator.key").st_mode) == 0o600
     assert os.listdir(folder) == ["operator.key"]
     assert operator_key(tmp_path / "other") != key
+
+
+@pytest.fixture
+async def scorer_keys(client, keys):
+    return {claim.rollout.spec.id: claim.scorer_key for claim in await client.held(controller="c", lease_s=30)}
+
+
+async def test_a_scorers_key_is_good_for_the_rewards_of_its_attempt_alone(client, http, scorer_keys):
+    key = scorer_keys["a"]
+    assert (await post_event(http, key, "a", event_type="reward", data={"value": 0.5})).status_code == 200
+    (event,) = await client.events("a", "reward")
+    assert event.data == {"value": 0.5}
+    assert (await post_event(http, key, "a", event_type="reward", data={"value": "much"})).status_code == 422
+    assert (await post_event(http, key, "a", event_type="note")).status_code == 403
+    assert (await post_event(http, key, "v", event_type="reward", data={"value": 1})).status_code == 403
+    assert (await http.get(MODELS.format("a", 0, "train"), headers=bearer(key))).status_code == 401
+    assert (await http.get("/api/rollouts/a", headers=bearer(key))).status_code == 401
+
+
+async def test_a_scorers_key_dies_with_its_attempt(client, http, scorer_keys):
+    await client.finish("a", 0, Ending(outcome=Outcome.OK))
+    late = await post_event(http, scorer_keys["a"], "a", event_type="reward", data={"value": 1})
+    assert late.status_code == 409
+    assert (await client.get_rollout("a")).reward is None
+
+
+async def test_an_agents_key_does_not_become_a_scorers_by_another_prefix(http, keys):
+    forged = "ms" + keys["a"][2:]
+    assert (await post_event(http, forged, "a", event_type="reward", data={"value": 1})).status_code == 401

@@ -3,7 +3,8 @@
 An agent key is `mk-<attempt>-<HMAC>-<rollout id>`, signed with the operator key: it needs no table, and it alone says
 which attempt calls, at every gateway of its database. It is good for model calls and events of that attempt until the
 attempt is terminal or superseded; what comes later is answered with 409 and kept apart as an event `late.call` or
-`late.event`. Its mode follows the rollout's `is_train`. The operator key opens everything; with it, the path must say
+`late.event`. Its mode follows the rollout's `is_train`. A scorer's key, `ms-...`, is good for the rewards of one attempt
+and nothing else. The operator key opens everything; with it, the path must say
 which attempt calls (Agent Lightning's way). Keys are compared in constant time.
 """
 
@@ -50,6 +51,8 @@ class AgentIdentity:
     attempt: int
     is_operator: bool
     """Came with the operator key, so it may also do what agents may not."""
+    is_scorer: bool = False
+    """Came with a scorer's key."""
 
     @property
     def rollout_id(self) -> RolloutId:
@@ -93,7 +96,11 @@ class Auth:
 
     def agent_key(self, rollout_id: RolloutId, attempt: int) -> str:
         """The key of one attempt."""
-        return f"mk-{attempt}-{self._sign(rollout_id, attempt)}-{rollout_id}"
+        return f"mk-{attempt}-{self._sign('agent', rollout_id, attempt)}-{rollout_id}"
+
+    def scorer_key(self, rollout_id: RolloutId, attempt: int) -> str:
+        """The key of a scorer that nobody watches."""
+        return f"ms-{attempt}-{self._sign('scorer', rollout_id, attempt)}-{rollout_id}"
 
     def operator(self, handler: Handler) -> Handler:
         """The handler behind a check for the operator key."""
@@ -126,7 +133,9 @@ class Auth:
         `mode`), by its path. Raises UnauthorizedError (401) for a missing, wrong or outlived key, ForbiddenError (403)
         for one that disagrees with the path, NotFoundError for an unknown rollout, ConflictError (409) once the attempt
         is over; then the request is kept as an event `late`."""
-        owner = self._owner(request)
+        key = _given_key(request)
+        is_scorer = late == "late.event" and key.startswith("ms-")
+        owner = self._owner_of(key, role="scorer" if is_scorer else "agent")
         rollout_id, attempt = _named_by_path(request, owner)
         try:
             rollout = await self._store.get_rollout(rollout_id)
@@ -134,7 +143,7 @@ class Auth:
             if owner is None:
                 raise
             raise UnauthorizedError(f"the key's rollout {rollout_id} does not exist any more") from None
-        identity = AgentIdentity(rollout=rollout, attempt=attempt, is_operator=owner is None)
+        identity = AgentIdentity(rollout=rollout, attempt=attempt, is_operator=owner is None, is_scorer=is_scorer)
         mode = request.path_params.get("mode")
         if mode is not None and mode != identity.mode:
             raise ForbiddenError(f"rollout {rollout_id} runs in mode {identity.mode}, but the path says {mode}")
@@ -159,20 +168,25 @@ class Auth:
         """The attempt whose key was given; None for the operator's."""
         return self._owner_of(_given_key(request))
 
-    def _owner_of(self, key: str) -> tuple[RolloutId, int] | None:
+    def _owner_of(self, key: str, *, role: str = "agent") -> tuple[RolloutId, int] | None:
         if hmac.compare_digest(key.encode(), self._operator_key):
             return None
         prefix, _, rest = key.partition("-")
         number, _, rest = rest.partition("-")
         signature, _, rollout_id = rest.partition("-")
-        if prefix == "mk" and number.isdecimal() and len(number) <= MAX_ATTEMPT_DIGITS and rollout_id:
-            expected = self._sign(RolloutId(rollout_id), int(number))
+        if (
+            prefix == ("ms" if role == "scorer" else "mk")
+            and number.isdecimal()
+            and len(number) <= MAX_ATTEMPT_DIGITS
+            and rollout_id
+        ):
+            expected = self._sign(role, RolloutId(rollout_id), int(number))
             if hmac.compare_digest(signature.encode(), expected.encode()):
                 return RolloutId(rollout_id), int(number)
         raise UnauthorizedError("the key is not valid here; agents find theirs in OPENAI_API_KEY")
 
-    def _make_signature(self, rollout_id: RolloutId, attempt: int) -> str:
-        text = f"agent:{attempt}:{rollout_id}".encode()
+    def _make_signature(self, role: str, rollout_id: RolloutId, attempt: int) -> str:
+        text = f"{role}:{attempt}:{rollout_id}".encode()
         return hmac.new(self._operator_key, text, hashlib.sha256).hexdigest()[:32]
 
     async def _keep_late(self, request: Request, rollout_id: RolloutId, attempt: int, late: str) -> None:

@@ -1,8 +1,8 @@
 """Routes of a rollout's log: agents and operators append, operators read (in Agent Lightning's shapes).
 
 Nobody writes `model_request`, since calls are shown so. An agent may not write what only we may say (`late.*`,
-`policy.*`, `call.*`, `hack.*`), and rewards only where the run lets its agents judge themselves: `reward`
-{"value": number} of the rollout, `call_reward` {"call": id, "value": number} of one call. The last one counts, so
+`policy.*`, `call.*`, `hack.*`, `kubernetes.*`), and rewards only where the run lets its agents judge themselves:
+`reward` {"value": number} of the rollout, `call_reward` {"call": id, "value": number} of one call. The last one counts, so
 sending it again does no harm. A call's id is that of its answer, as the agent saw it; it is kept without what protocols
 put before it.
 """
@@ -116,6 +116,10 @@ class _Events:
 
 
 def _check_agent_may(identity: AgentIdentity, event_type: str) -> None:
+    if identity.is_scorer:
+        if event_type not in ("reward", "call_reward"):
+            raise ForbiddenError(f"a scorer's key is good for rewards, not for events of type {event_type!r}")
+        return
     if event_type.startswith(OUR_EVENTS):
         raise ForbiddenError(f"events of type {event_type!r} are written by manege; choose another name")
     if event_type in ("reward", "call_reward") and identity.rollout.spec.reward_from != "agent":

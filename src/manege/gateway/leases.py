@@ -11,7 +11,7 @@ from manege.client import Claim
 from manege.gateway.declare import takes
 from manege.gateway.services import Services
 from manege.http import answer
-from manege.types import RolloutId
+from manege.types import Rollout, RolloutId
 
 __all__ = ["lease_routes"]
 
@@ -29,6 +29,13 @@ class _ClaimBody(BaseModel):
     holding: list[RolloutId] | None = None
 
 
+class _HeldBody(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+    controller: Controller
+    lease_s: LeaseSeconds
+
+
 class _RenewBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
@@ -42,6 +49,7 @@ def lease_routes(services: Services) -> list[Route]:
     handlers, operator = _Leases(services), services.auth.operator
     return [
         Route("/api/leases", operator(handlers.claim), methods=["POST"]),
+        Route("/api/leases/held", operator(handlers.held), methods=["POST"]),
         Route("/api/leases/renew", operator(handlers.renew), methods=["POST"]),
     ]
 
@@ -61,12 +69,15 @@ class _Leases:
             taken = await self._services.store.claim(
                 controller=body.controller, limit=body.limit, lease_s=body.lease_s, holding=body.holding
             )
-            keys = self._services.auth
-            return [
-                Claim(rollout=rollout, agent_key=keys.agent_key(rollout.spec.id, rollout.attempt)) for rollout in taken
-            ]
+            return [self._claim_of(rollout) for rollout in taken]
 
         return answer(await self._services.feed.poll(request, body.wait_s, read, []))
+
+    @takes(_HeldBody)
+    async def held(self, _request: Request, body: _HeldBody) -> Response:
+        """What a controller of this name had, for one whose attempts go on without it; its leases begin anew."""
+        found = await self._services.store.held(controller=body.controller, lease_s=body.lease_s)
+        return answer([self._claim_of(rollout) for rollout in found])
 
     @takes(_RenewBody)
     async def renew(self, _request: Request, body: _RenewBody) -> Response:
@@ -75,3 +86,7 @@ class _Leases:
             controller=body.controller, rollout_ids=body.rollout_ids, lease_s=body.lease_s
         )
         return answer({"lost": lost})
+
+    def _claim_of(self, rollout: Rollout) -> Claim:
+        auth, attempt = self._services.auth, (rollout.spec.id, rollout.attempt)
+        return Claim(rollout=rollout, agent_key=auth.agent_key(*attempt), scorer_key=auth.scorer_key(*attempt))

@@ -40,6 +40,7 @@ __all__ = [
     "finish",
     "get",
     "grant_leases",
+    "held",
     "of_rows",
     "query",
     "remove",
@@ -124,6 +125,13 @@ def claim(
     for rollout in taken:
         _start(connection, rollout.spec.id, now_s, controller=controller, lease_s=lease_s)
     return [get(connection, rollout.spec.id) for rollout in taken]
+
+
+def held(connection: Connection, controller: str, lease_s: float, now_s: float) -> list[Rollout]:
+    """All that a controller had when it was last heard of, its leases prolonged: nobody has taken them over yet."""
+    is_held = and_(rollouts.c.state == RolloutState.RUNNING, rollouts.c.controller == controller)
+    connection.execute(update(rollouts).where(is_held).values(lease_until_s=now_s + lease_s, lease_s=lease_s))
+    return query(connection, select(rollouts).where(is_held).order_by(rollouts.c.seq))
 
 
 def start(connection: Connection, rollout_id: RolloutId, evidence: JsonObject, now_s: float) -> Rollout:

@@ -170,6 +170,10 @@ class SqlStore(StoreReader):
         Raises ConflictError."""
         return await self._write(lambda connection: rollouts.start(connection, rollout_id, evidence, self._clock()))
 
+    async def held(self, *, controller: str, lease_s: float) -> Sequence[Rollout]:
+        """What this controller had when it was last heard of, for one that goes on with it; its leases begin anew."""
+        return await self._write(lambda connection: rollouts.held(connection, controller, lease_s, self._clock()))
+
     async def renew(self, *, controller: str, rollout_ids: Sequence[RolloutId], lease_s: float) -> Sequence[RolloutId]:
         """Prolong leases; returns those that this controller has lost (cancelled, taken over or deleted). With 0 s they
         are given up: back to queuing as a new attempt, which is granted on top of `max_attempts`."""
