@@ -9,6 +9,7 @@ A message says what failed, with which value, and what to do.
 
 __all__ = [
     "BodyTooLargeError",
+    "ClusterError",
     "ConfigError",
     "ConflictError",
     "ContextOverflowError",
@@ -131,6 +132,12 @@ class SandboxError(ManegeError):
     """Isolation that was asked for cannot be had on this machine."""
 
     status, code = 500, "sandbox_error"
+
+
+class ClusterError(ManegeError):
+    """A Kubernetes API that refused a request or cannot be reached."""
+
+    status, code = 502, "cluster_error"
 
 
 class HarnessError(ManegeError):

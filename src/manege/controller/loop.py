@@ -5,16 +5,17 @@ between awaits. `claim` waits at the gateway for work, `renew` prolongs leases a
 starts and kills what `plan` says, `adapt` looks at the engine and moves the number of slots within its bounds (a claim
 that waits meanwhile still brings what it asked for). An attempt's lease is held until its end is posted. Cancelling
 `run` kills all agents at once and gives the leases back; nothing is posted for them, so another controller makes new
-attempts of them.
+attempts of them. Attempts of a lasting runner go on instead, and the next controller of that name takes up what is
+leased to it before it claims more.
 """
 
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from manege.client import Claim, Client
 from manege.config import ControllerConfig, RunConfig, SandboxConfig, parse_config
@@ -22,6 +23,8 @@ from manege.controller.concurrency import Concurrency
 from manege.controller.folders import remove_left_over
 from manege.controller.local import LocalRunner
 from manege.controller.plan import Actions, Lease, plan, retry_after_s
+from manege.controller.reach import RETRY_S, reach
+from manege.controller.runner import LastingRunner, Runner
 from manege.errors import (
     ConfigError,
     ConflictError,
@@ -43,8 +46,6 @@ _CLAIM_WAIT_S = 20.0
 """One long poll; the gateway answers at once when there is work."""
 _RENEW_EVERY_S = 2.0
 """At most: a cancelled rollout's agent is dead soon after."""
-_RETRY_S = 1.0
-"""After a gateway that cannot be reached, beyond what the client tries."""
 
 _log = get_logger("controller")
 
@@ -66,16 +67,17 @@ class Controller:
         folder: Path,
         config: ControllerConfig,
         sandbox: SandboxConfig,
+        runner: Runner | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`name`: unique among the controllers of a gateway. `folder`: for this one alone. Raises SandboxError if they
-        cannot isolate agents here."""
+        """`name`: unique among the controllers of a gateway. `folder`: for this one alone. `runner`: None for processes
+        of this machine. Raises SandboxError if they cannot isolate agents here."""
         self._client = client
         self._name = name
         self._config = config
         self._clock = clock
         self._launcher = Launcher()
-        self._runner = LocalRunner(
+        self._runner = runner or LocalRunner(
             launcher=self._launcher,
             client=client,
             folder=folder.absolute(),
@@ -83,8 +85,10 @@ class Controller:
             readable=sandbox.readable,
             keep_workspaces=config.keep_workspaces,
         )
+        self._lasting = runner if isinstance(runner, LastingRunner) else None
         self._held: dict[RolloutId, _Held] = {}
         self._running: dict[RolloutId, tuple[int, asyncio.Task[None]]] = {}
+        self._killed: set[asyncio.Task[None]] = set()
         self._runs: dict[RunId, RunConfig] = {}
         self._reading = asyncio.Lock()
         self._changed = asyncio.Event()
@@ -99,6 +103,7 @@ class Controller:
         """Until cancelled. Raises ManegeError for what no repetition can mend, such as a wrong key."""
         try:
             await asyncio.to_thread(remove_left_over, self._runner.folder)
+            await self._adopt()
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._claim_forever(), name="claim rollouts")
                 group.create_task(self._renew_forever(), name="renew leases")
@@ -109,6 +114,22 @@ class Controller:
         finally:
             await self._release()
             await self._launcher.close()
+            if self._lasting is not None:
+                await self._lasting.close()
+
+    async def _adopt(self) -> None:
+        """Go on with what this controller had when it was stopped."""
+        if self._lasting is None:
+            return
+        claims = await reach(lambda: self._client.held(controller=self._name, lease_s=self._config.lease_s))
+        self._hold(claims)
+        await self._lasting.adopt(claims)
+
+    def _hold(self, claims: Sequence[Claim]) -> None:
+        ends_s = self._clock() + self._config.lease_s
+        for claim in claims:
+            lease = Lease(attempt=claim.rollout.attempt, ends_s=ends_s)
+            self._held[claim.rollout.spec.id] = _Held(claim=claim, lease=lease)
 
     async def _claim_forever(self) -> None:
         while True:
@@ -116,7 +137,7 @@ class Controller:
             if free == 0:
                 await self._change()
                 continue
-            claims = await _reach(
+            claims = await reach(
                 lambda free=free: self._client.claim(
                     controller=self._name,
                     limit=free,
@@ -125,10 +146,7 @@ class Controller:
                     holding=list(self._held),
                 )
             )
-            ends_s = self._clock() + self._config.lease_s
-            for claim in claims:
-                lease = Lease(attempt=claim.rollout.attempt, ends_s=ends_s)
-                self._held[claim.rollout.spec.id] = _Held(claim=claim, lease=lease)
+            self._hold(claims)
             self._notify()
 
     async def _renew_forever(self) -> None:
@@ -138,7 +156,7 @@ class Controller:
             if not due:
                 continue
             asked_s = self._clock()
-            lost = await _reach(
+            lost = await reach(
                 lambda due=due: self._client.renew(
                     controller=self._name, rollout_ids=list(due), lease_s=self._config.lease_s
                 )
@@ -161,6 +179,7 @@ class Controller:
             for key in actions.kill:
                 task = self._running[key][1]
                 if not task.cancelling():  # a second cancellation would cut its cleaning up short
+                    self._killed.add(task)
                     task.cancel()
             for key in actions.start:
                 claim = self._held[key].claim
@@ -196,9 +215,18 @@ class Controller:
             await self._post(claim, ending)
             if key in self._held and self._held[key].claim is claim:
                 del self._held[key]
+            await self._discard(claim)
+        except asyncio.CancelledError:
+            if asyncio.current_task() in self._killed:
+                await self._discard(claim)
+            raise
         finally:
-            del self._running[key]
+            self._killed.discard(self._running.pop(key)[1])
             self._notify()
+
+    async def _discard(self, claim: Claim) -> None:
+        if self._lasting is not None:
+            await self._lasting.discard(claim)
 
     async def _carry_out(self, claim: Claim) -> Ending:
         try:
@@ -211,7 +239,7 @@ class Controller:
         rollout = claim.rollout
         ending = replace(ending, retry_after_s=retry_after_s(rollout.attempt, self._config.retry_s))
         try:
-            await _reach(lambda: self._client.finish(rollout.spec.id, rollout.attempt, ending))
+            await reach(lambda: self._client.finish(rollout.spec.id, rollout.attempt, ending))
         except (ConflictError, NotFoundError) as error:  # cancelled, taken over or deleted meanwhile
             _log.info(kv("end not posted", rollout_id=rollout.spec.id, error=error))
 
@@ -246,21 +274,8 @@ class Controller:
 
     async def _release(self) -> None:
         """Give the rollouts back, if the gateway is still there."""
-        if not self._held:
+        if not self._held or self._lasting is not None:
             return
         with contextlib.suppress(ManegeError, TimeoutError):
-            async with asyncio.timeout(_RETRY_S):
+            async with asyncio.timeout(RETRY_S):
                 await self._client.renew(controller=self._name, rollout_ids=list(self._held), lease_s=0)
-
-
-T = TypeVar("T")
-
-
-async def _reach(request: Callable[[], Awaitable[T]]) -> T:
-    """Ask until the gateway and its store can be reached: they may be restarting."""
-    while True:
-        try:
-            return await request()
-        except (UnavailableError, StoreError) as error:
-            _log.warning(str(error))
-            await asyncio.sleep(_RETRY_S)

@@ -1,0 +1,1 @@
+"""Attempts as Jobs of Kubernetes clusters; needs the extra `k8s`."""
