@@ -89,7 +89,7 @@ def _supervise(function: Function | None, code: Sequence[str], request: int, lif
             spec: ProcessSpec = pickle.loads(file.readall())
             file.truncate(0)
             file.seek(0)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
+            flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
             outputs = [os.open(path, flags, 0o600) for path in (spec.stdout, spec.stderr)]
             ended = _run(spec, function, code, outputs, file.fileno(), lifeline)
             file.seek(0)
