@@ -48,6 +48,9 @@ MAX_DELAY_S = 2.0
 """Between two tries; the first one is 0.1 s, and each doubles it."""
 TIMEOUT_S = 60.0
 """For an answer, beside the time that the gateway was asked to wait."""
+KEEP_S = 60.0
+"""Of an idle connection: httpcore fails a request whose connection expires between its choice and its use, so not the 5 s
+of httpx, which bursts of work meet often; and less than after what routers forget one."""
 CALLS_PER_REQUEST = 64
 """Rollouts whose calls are fetched at once: bounds the size of one answer."""
 
@@ -83,9 +86,8 @@ class Client:
     def __init__(self, base_url: str, key: str) -> None:
         self.url = base_url.rstrip("/")
         """Also where agents find the gateway."""
-        # Long polls hold a connection each. Connections do not expire here, since httpcore would close one that does
-        # so between its choice and its use. Proxies of the environment are for the outside.
-        limits = httpx.Limits(max_connections=None, keepalive_expiry=None)
+        # Long polls hold a connection each. Proxies of the environment are for the outside.
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=KEEP_S)
         self._transport = httpx.AsyncHTTPTransport(limits=limits, trust_env=False)
         self._http = httpx.AsyncClient(
             base_url=base_url,
