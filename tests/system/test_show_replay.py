@@ -270,10 +270,10 @@ HACKS = {
     "study-b0": [Seen(kind="git", detail="git log", count=9, flags=False)],
 }
 TOLD = {
-    "num_rollouts": 5,
+    "num_rollouts": 7,
     "num_flagged": 2,
     "flagged_rewarded": 0.5,
-    "others_rewarded": 0.5,
+    "others_rewarded": 0.75,
     "kinds": [
         {
             "kind": "git",
@@ -301,10 +301,10 @@ TOLD = {
 
 def test_what_agents_tried_is_told_by_kind_with_whether_it_paid(tmp_path, data, answer, refusal):
     """Of a store, of an export, and through a gateway."""
-    keep(tmp_path, {"a": PAIR, "b": PAIR, "c": [(None, None, [])]}, config=STUDY, hacks=HACKS)
+    keep(tmp_path, {"a": PAIR, "b": PAIR, "c": [(None, None, [])], "d": EQUAL}, config=STUDY, hacks=HACKS)
     assert data("show", tmp_path, "--hacks") == TOLD
     shown = answer("show", tmp_path, "--hacks")
-    assert "2 of 5 rollouts are flagged; rewarded: 50% of them, 50% of the others" in shown
+    assert "2 of 7 rollouts are flagged; rewarded: 50% of them, 75% of the others" in shown
     assert "study-a0 git log --all (3 times)" in shown
     for form in ("jsonl", "parquet"):
         answer("export", tmp_path, "--format", form, "--out", tmp_path / f"run.{form}")

@@ -74,13 +74,15 @@ def open_under_signals():
         count += 1
 
     signal.signal(signal.SIGALRM, note)
-    signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
+    signal.setitimer(signal.ITIMER_REAL, 0.0002, 0.0002)
     opened = 0
-    while count < 200:
+    while opened < 5000 or count < 200:
         os.close(os.open("/dev/null", os.O_RDONLY))
+        with suppress(FileNotFoundError, PermissionError):
+            os.close(os.open("/etc/shadow", os.O_RDONLY))
         opened += 1
     signal.setitimer(signal.ITIMER_REAL, 0)
-    os.execvp("git", ["git", "log", "--all", str(opened > 0)])
+    print(opened)
 
 
 def tell_supervisor():
