@@ -45,9 +45,12 @@ class Group:
     """One, or one in each hierarchy of v1; that of memory is the first."""
 
     def enter(self) -> None:
-        """Put this process, and what it will start, under the limits. Raises OSError."""
+        """Put this process, which has one thread, and what it will start under the limits. Raises OSError."""
         for folder in self.folders:
-            _write(f"{folder}/cgroup.procs", "0")
+            # A thread moves at once; for a process the kernel waits until no processor looks at its old group, which
+            # takes tens of milliseconds on a busy machine. v2 has only the latter.
+            tasks = f"{folder}/tasks"
+            _write(tasks if os.path.exists(tasks) else f"{folder}/cgroup.procs", "0")
 
     def out_of_memory(self) -> bool:
         """Whether the kernel has killed a process of it for want of memory. Raises OSError."""
