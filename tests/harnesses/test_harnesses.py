@@ -10,6 +10,7 @@ from manege.harnesses.harness import load, names
 from manege.trainer.algo.forest import build_forest
 from manege.trainer.algo.ledger import Reason
 from manege.trainer.algo.samples import build_samples
+from manege.trainer.credit import is_flagged
 from manege.types import Outcome
 from tests.harnesses.matrix import record
 from tests.harnesses.policy import coding_reply, delegating_reply, tool_call
@@ -32,6 +33,7 @@ async def test_the_task_is_done_and_every_token_is_captured_once(name, tmp_path)
     ran = await run_harness(name, scripted(coding_reply(row.shell)), tmp_path)
     rollout, calls = ran.rollout, ran.calls
     assert (rollout.outcome, rollout.reward) == (Outcome.OK, 1.0), (rollout.message, rollout.evidence)
+    assert not is_flagged(rollout), rollout.evidence["hacks"]
     main = [call for call in calls if call.thread == "main"]
     assert len(main) == 4
     assert {call.thread for call in calls} - {"main"} == row.side_threads
