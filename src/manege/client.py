@@ -49,8 +49,8 @@ MAX_DELAY_S = 2.0
 TIMEOUT_S = 60.0
 """For an answer, beside the time that the gateway was asked to wait."""
 KEEP_S = 60.0
-"""Of an idle connection: httpcore fails a request whose connection expires between its choice and its use, so not the 5 s
-of httpx, which bursts of work meet often; and less than after what routers forget one."""
+"""Of an idle connection. httpcore fails a request whose connection expires between its choice and its use, which bursts
+of work met often with the 5 s of httpx; routers forget connections after minutes."""
 CALLS_PER_REQUEST = 64
 """Rollouts whose calls are fetched at once: bounds the size of one answer."""
 

@@ -20,7 +20,8 @@ async def restart(process):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "stopped"])
-async def test_between_two_calls_a_gateway_that_restarts_is_but_a_delay(process, way, number):
+async def test_between_two_calls_a_gateway_that_restarts_is_but_a_delay(process, way, number, caplog):
+    caplog.set_level("INFO", "manege.controller")
     gateway, gateway_url = process
     async with Client(gateway_url, OPERATOR_KEY) as client:
         (claim,) = await claimed(client, "r1")
@@ -31,6 +32,7 @@ async def test_between_two_calls_a_gateway_that_restarts_is_but_a_delay(process,
             await restart(gateway)
             assert (await call).choices[0].message.content == "word "
         assert len((await client.calls(["r1"]))["r1"]) == 2
+    assert "relayed" not in caplog.text
 
 
 async def test_a_call_that_is_held_survives_the_gateways_death_by_one_retry(process):
