@@ -211,6 +211,7 @@ class _Rollouts:
             message=body.message,
             evidence=body.evidence,
             call_rewards=body.call_rewards,
+            is_final=body.is_final,
             retry_after_s=body.retry_after_s,
         )
         return answer(await self._store.finish(_rollout_id(request), path_attempt(request), ending))
