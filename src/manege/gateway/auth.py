@@ -3,9 +3,9 @@
 An agent key is `mk-<attempt>-<HMAC>-<rollout id>`, signed with the operator key: it needs no table, and it alone says
 which attempt calls, at every gateway of its database. It is good for model calls and events of that attempt until the
 attempt is terminal or superseded; what comes later is answered with 409 and kept apart as an event `late.call` or
-`late.event`. Its mode follows the rollout's `is_train`. A scorer's key, `ms-...`, is good for the rewards of one attempt
-and nothing else. The operator key opens everything; with it, the path must say
-which attempt calls (Agent Lightning's way). Keys are compared in constant time.
+`late.event`. Its mode follows the rollout's `is_train`. A scorer's key, `ms-...`, is good for the rewards of one
+attempt and nothing else. The operator key opens everything; with it, the path must say which attempt calls (Agent
+Lightning's way). Keys are compared in constant time.
 """
 
 import functools

@@ -2,9 +2,9 @@
 
 Nobody writes `model_request`, since calls are shown so. An agent may not write what only we may say (`late.*`,
 `policy.*`, `call.*`, `hack.*`, `kubernetes.*`), and rewards only where the run lets its agents judge themselves:
-`reward` {"value": number} of the rollout, `call_reward` {"call": id, "value": number} of one call. The last one counts, so
-sending it again does no harm. A call's id is that of its answer, as the agent saw it; it is kept without what protocols
-put before it.
+`reward` {"value": number} of the rollout, `call_reward` {"call": id, "value": number} of one call. The last one counts,
+so sending it again does no harm. A call's id is that of its answer, as the agent saw it; it is kept without what
+protocols put before it.
 """
 
 import re
