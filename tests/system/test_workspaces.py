@@ -9,11 +9,13 @@ import shutil
 import subprocess
 import tarfile
 import zipfile
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
 import zstandard
 
+from manege.cli.arguments import read_run
 from manege.config import WorkspaceConfig
 from manege.controller.folders import make_folders
 from manege.controller.workspaces.cache import Workspaces
@@ -263,6 +265,8 @@ async def test_a_source_that_is_nothing_of_that_kind_is_named(workspaces, tmp_pa
             await prepared(workspaces, source)
     with pytest.raises(HarnessError, match=r"the task's input has no field 'repo'"):
         await prepared(workspaces, "{repo}")
+    with pytest.raises(HarnessError, match=r"source = 'some/folder' must be an absolute path"):
+        await prepared(workspaces, "{repo}", task={"repo": "some/folder"})
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "folder" / "pipe")
     with pytest.raises(HarnessError, match=r"folder/pipe is no file, folder or link"):
@@ -467,3 +471,31 @@ async def test_fifty_attempts_change_their_own_workspaces_at_once_for_the_space_
         shutil.rmtree(made.folder / "assets")
         assert tree(made.folder) == KEPT
     assert list(attempts["agent0"].workspace.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("template", "{folder}/template"),
+        ("/srv/template", "/srv/template"),
+        ("repos/{name}", "{folder}/repos/{name}"),
+        ("{repo}", "{repo}"),
+        ("https://example.org/a.git", "https://example.org/a.git"),
+        ("git@example.org:a.git", "git@example.org:a.git"),
+    ],
+)
+def test_a_run_file_names_what_lies_beside_it(tmp_path, source, found):
+    write(tmp_path, {"install.py": "", "answers.json": "{}"})
+    (tmp_path / "run.toml").write_text(
+        f"""
+        name = "run"
+        tasks.train = "tasks.jsonl"
+        agent.run = ["true"]
+        agent.workspace = {{ source = "{source}", setup = [["python", "install.py"], ["make", "all"]] }}
+        scorer = {{ run = ["true"], readable = ["answers.json", "/srv/more"] }}
+        """
+    )
+    config = read_run(Namespace(run_file=tmp_path / "run.toml", overrides=[], unsafe=False, quick=False))
+    assert config.agent.workspace.source == found.replace("{folder}", str(tmp_path))
+    assert config.agent.workspace.setup == [["python", str(tmp_path / "install.py")], ["make", "all"]]
+    assert config.scorer.readable == [str(tmp_path / "answers.json"), "/srv/more"]

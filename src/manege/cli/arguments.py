@@ -10,7 +10,8 @@ from pathlib import Path
 
 from manege.cli.parts import FolderLock
 from manege.client import Client
-from manege.config import RunConfig, load_config
+from manege.config import RunConfig, WorkspaceConfig, load_config
+from manege.controller.workspaces.git import is_url
 from manege.errors import ConfigError
 
 __all__ = ["add_gateway_arguments", "add_run_arguments", "connect", "read_run", "scratch_folder"]
@@ -55,12 +56,26 @@ def _with_files_of(folder: Path, config: RunConfig) -> RunConfig:
         is_list = isinstance(value, list)
         return [found(word) if index or "/" in word else word for index, word in enumerate(value)] if is_list else value
 
+    def below(path: str) -> str:
+        return os.path.join(folder, os.path.expanduser(path))
+
+    def placed(workspace: WorkspaceConfig | None) -> WorkspaceConfig | None:
+        if workspace is None:
+            return None
+        source = workspace.source
+        # What begins with a field of the task is known with the task.
+        is_path = not is_url(source) and not source.startswith("{")
+        setup = [program(command) for command in workspace.setup]
+        return workspace.model_copy(update={"source": below(source) if is_path else source, "setup": setup})
+
     agent, scorer, tasks = config.agent, config.scorer, config.tasks
-    readable = [os.path.join(folder, os.path.expanduser(path)) for path in config.sandbox.readable]
+    programs = {"run": program(agent.run), "setup": program(agent.setup), "workspace": placed(agent.workspace)}
+    judge = {"run": program(scorer.run), "readable": [below(path) for path in scorer.readable]}
+    readable = [below(path) for path in config.sandbox.readable]
     return config.model_copy(
         update={
-            "agent": agent.model_copy(update={"run": program(agent.run), "setup": program(agent.setup)}),
-            "scorer": scorer.model_copy(update={"run": program(scorer.run)}),
+            "agent": agent.model_copy(update=programs),
+            "scorer": scorer.model_copy(update=judge),
             "tasks": tasks.model_copy(
                 update={"train": found(tasks.train), "heldout": found(tasks.heldout or "") or None}
             ),

@@ -181,9 +181,12 @@ def _wanted(config: WorkspaceConfig, task: Task) -> _Wanted:
         setting = f"agent.workspace.{name}"
         return fill_from(template, task.input, setting=setting, source="the task's input")
 
+    source = filled(config.source, "source")
+    if not (os.path.isabs(source) or git.is_url(source)):
+        raise HarnessError(f"agent.workspace.source = {source!r} must be an absolute path, or the URL of a repository")
     commit = None if config.commit is None else filled(config.commit, "commit")
     setup = tuple(tuple(command) for command in config.setup)
-    return _Wanted(os.path.expanduser(filled(config.source, "source")), commit, setup)
+    return _Wanted(source, commit, setup)
 
 
 @contextmanager

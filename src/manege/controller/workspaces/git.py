@@ -11,10 +11,15 @@ from pathlib import Path
 from manege.controller.workspaces.disk import Disk
 from manege.errors import HarnessError
 
-__all__ = ["check_out", "is_commit_id", "resolve"]
+__all__ = ["check_out", "is_commit_id", "is_url", "resolve"]
 
 _ENVIRONMENT = {"GIT_TERMINAL_PROMPT": "0"}
 _URL = re.compile(r"[A-Za-z][\w+.-]*://|[^/\s]+@[^/\s]+:")
+
+
+def is_url(repository: str) -> bool:
+    """Whether it lies elsewhere, or is to be read as if it did."""
+    return _URL.match(repository) is not None
 
 
 def is_commit_id(commit: str) -> bool:
@@ -26,7 +31,7 @@ async def resolve(disk: Disk, repository: str, commit: str, *, scratch: Path, ti
     """The id of a commit, tag or branch. Raises HarnessError."""
     if is_commit_id(commit):
         return commit
-    if not _URL.match(repository):
+    if not is_url(repository):
         return await _parse(disk, repository, commit, timeout_s)
     return await _parse(disk, await _fetch(disk, repository, commit, scratch, timeout_s), "FETCH_HEAD", timeout_s)
 
@@ -35,7 +40,7 @@ async def check_out(
     disk: Disk, repository: str, commit_id: str, target: Path, *, scratch: Path, timeout_s: float
 ) -> None:
     """Put a commit's files into an empty folder; `scratch` is the caller's to throw away. Raises HarnessError."""
-    if _URL.match(repository):
+    if is_url(repository):
         repository = await _fetch(disk, repository, commit_id, scratch, timeout_s)
     env = _ENVIRONMENT | {"GIT_INDEX_FILE": str(scratch / "index"), "GIT_WORK_TREE": str(target)}
     env["GIT_DIR"] = await _git(disk, repository, "rev-parse", "--absolute-git-dir", timeout_s=timeout_s)
