@@ -3,11 +3,7 @@
 import asyncio
 import contextlib
 import json
-import os
-import shutil
-import subprocess
 import sys
-import tempfile
 import time
 from argparse import Namespace
 
@@ -21,6 +17,8 @@ from manege.errors import EngineError, HarnessError, SandboxError, UnauthorizedE
 from manege.sandbox.probe import probe
 from manege.types import Outcome, RolloutSpec, RolloutState, Task
 from tests.conftest import OPERATOR_KEY
+from tests.ordinary_user import run_as_nobody
+from tests.system.kill.processes import working_in
 
 pytestmark = pytest.mark.anyio
 
@@ -233,16 +231,8 @@ async def wait_for(path, seconds=20):
 HANG = ["sh", "-c", "echo $$ > pid; (setsid sh -c 'echo $$ > daemon; sleep 60' &); sleep 60"]
 
 
-def alive(pid):
-    try:
-        os.kill(int(pid), 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 async def hanging(client, tmp_path, **changes):
-    """Start a rollout that does not end; returns the numbers of its processes."""
+    """Start a rollout that does not end, and return when all its processes are there."""
     await client.put_run("run", run_config(HANG).model_dump(mode="json"))
     await client.create_rollouts([spec(**changes)])
     workspace = tmp_path / "workspaces" / "r1.0" / "workspace"
@@ -250,23 +240,23 @@ async def hanging(client, tmp_path, **changes):
         await wait_for(workspace / name)
         while not (workspace / name).read_text():
             await asyncio.sleep(0.01)
-    return [(workspace / name).read_text() for name in ("pid", "daemon")]
+    assert len(working_in(tmp_path)[workspace]) == 4
 
 
 async def test_a_cancelled_rollouts_agent_is_dead_within_five_seconds(client, tmp_path):
     async with controlling(client, tmp_path, lease_s=4):
-        pids = await hanging(client, tmp_path)
+        await hanging(client, tmp_path)
         assert (await client.cancel("r1")).state is RolloutState.CANCELLED
         began_s = time.monotonic()
-        while any(alive(pid) for pid in pids):
+        while working_in(tmp_path):
             assert time.monotonic() - began_s < 5
             await asyncio.sleep(0.01)
 
 
 async def test_a_stopped_controller_kills_its_agents_and_another_one_goes_on(client, tmp_path):
     async with controlling(client, tmp_path, lease_s=60):
-        pids = await hanging(client, tmp_path)
-    assert not any(alive(pid) for pid in pids)
+        await hanging(client, tmp_path)
+    assert not working_in(tmp_path)
     assert (await client.get_rollout("r1")).state is RolloutState.QUEUING
     await client.put_run("run", run_config("nothing").model_dump(mode="json"))
     async with controlling(client, tmp_path, name="another"):
@@ -294,10 +284,10 @@ asyncio.run(main(*sys.argv[1:]))
 async def test_a_killed_controllers_agents_die_and_the_next_one_removes_their_workspaces(client, gateway, tmp_path):
     arguments = [gateway.url, OPERATOR_KEY, str(tmp_path), "yes" if UNSAFE.unsafe else ""]
     killed = await asyncio.create_subprocess_exec(sys.executable, "-c", CONTROLLER, *arguments)
-    pids = await hanging(client, tmp_path)
+    await hanging(client, tmp_path)
     killed.kill()
     await killed.wait()
-    while any(alive(pid) for pid in pids):
+    while working_in(tmp_path):
         await asyncio.sleep(0.01)
     (left,) = (tmp_path / "workspaces").iterdir()
     async with controlling(client, tmp_path, name="next"):
@@ -356,7 +346,7 @@ import helper, package.part
 def look(path):
     try:
         return sorted(entry.name for entry in path.iterdir()) if path.is_dir() else path.read_text()
-    except PermissionError:
+    except (FileNotFoundError, PermissionError):
         return "denied"
 
 here = Path(__file__).parent
@@ -407,27 +397,6 @@ async def test_programs_beside_the_run_file_work_as_users_write_them(client, tmp
 
 
 def test_agents_also_work_when_manege_runs_as_an_ordinary_user():
-    """Some of these tests again as nobody, by the system's interpreter if this one lies in a home folder."""
-    if os.geteuid() != 0 or not shutil.which("setpriv"):
-        pytest.skip("needs root and setpriv to become another user")
-    nobody = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
-    system_python = f"/usr/bin/python{sys.version_info.major}.{sys.version_info.minor}"
-    for interpreter in (sys.executable, system_python):
-        if subprocess.run([*nobody, "sh", "-c", f"{interpreter} -c 'import json'"], check=False).returncode == 0:
-            break
-    else:
-        pytest.skip(f"nobody may run neither {sys.executable} nor {system_python}")
-    packages = [path for path in sys.path if not path.startswith(sys.base_prefix)]
     tests = "set_up_run_and_scored or beside_the_run_file or cancelled_rollouts_agent"
-    with tempfile.TemporaryDirectory() as folder:
-        os.chown(folder, 65534, 65534)
-        command = [*nobody, interpreter, "-m", "pytest", "-p", "no:cacheprovider", f"--basetemp={folder}/base"]
-        done = subprocess.run(
-            [*command, __file__, "-k", tests],
-            env={"HOME": folder, "PYTHONPATH": os.pathsep.join(packages), "PYTHONDONTWRITEBYTECODE": "1"},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-    assert "3 passed" in done.stdout, done.stdout + done.stderr
+    output = run_as_nobody(__file__, tests)
+    assert "3 passed" in output, output

@@ -13,11 +13,15 @@ from manege.config import AgentConfig, LimitsConfig, RunConfig
 from manege.controller.environment import agent_environment
 from manege.controller.folders import AttemptFolders
 from manege.controller.launch import Launch, harness_launch, program_launch, task_text
+from manege.controller.sockets import AGENT_PORT, AGENT_URL
 from manege.sandbox.layers import Layers
 from manege.sandbox.policy import Policy
-from manege.sandbox.spec import Limits, ProcessSpec
+from manege.sandbox.spec import Limits, Overlay, ProcessSpec
 
 __all__ = ["agent_process", "limits_of"]
+
+NO_KEY = "manege"
+"""SDKs insist on one."""
 
 
 async def agent_process(
@@ -29,10 +33,14 @@ async def agent_process(
     layers: Layers,
     readable: Sequence[str],
     private: Sequence[Path],
+    overlay: Overlay | None,
 ) -> ProcessSpec:
     """Writes the files of a harness into the attempt's home. Raises HarnessError."""
-    agent, tasks, gateway_url = config.agent, config.tasks, client.url
-    launch = await _launch(claim, agent, folders, client)
+    agent, tasks = config.agent, config.tasks
+    # In a network of its own it is known by the socket that it calls (`sockets.py`), and needs no key.
+    apart = layers.namespaces or layers.bubblewrap
+    gateway_url, agent_key = (AGENT_URL, NO_KEY) if apart else (client.url, claim.agent_key)
+    launch = await _launch(claim, agent, folders, client, gateway_url, agent_key)
     policy = Policy(
         layers=layers,
         writable=[str(path) for path in (folders.workspace, folders.home, folders.scratch)],
@@ -42,6 +50,8 @@ async def agent_process(
         protected_pids=[os.getpid()],
         terminals=launch.terminals,
         folders=launch.folders,
+        listen_port=AGENT_PORT if apart else None,
+        uid=folders.uid,
     )
     return ProcessSpec(
         program=launch.program,
@@ -49,7 +59,7 @@ async def agent_process(
         env=agent_environment(
             claim.rollout,
             gateway_url=gateway_url,
-            agent_key=claim.agent_key,
+            agent_key=agent_key,
             folders=folders,
             given=launch.env,
             mapped=agent.env,
@@ -59,17 +69,20 @@ async def agent_process(
         stderr=str(folders.logs / "stderr.txt"),
         limits=limits_of(agent.limits, javascript=launch.javascript),
         policy=policy,
+        overlay=overlay,
     )
 
 
-async def _launch(claim: Claim, agent: AgentConfig, folders: AttemptFolders, client: Client) -> Launch:
+async def _launch(
+    claim: Claim, agent: AgentConfig, folders: AttemptFolders, client: Client, gateway_url: str, agent_key: str
+) -> Launch:
     if agent.harness is None:
         return program_launch(agent)
     return harness_launch(
         agent.harness,
         task=task_text(agent, claim.rollout.spec.task.input),
-        gateway_url=client.url,
-        agent_key=claim.agent_key,
+        gateway_url=gateway_url,
+        agent_key=agent_key,
         context_limit=await client.context_limit(claim.rollout),
         folders=folders,
     )

@@ -33,6 +33,8 @@ class AttemptFolders:
     """Holds all that is private; goes at the end."""
     logs: Path
     """What is kept."""
+    uid: int | None = None
+    """The user that the agent is outside its sandbox; None: ours."""
 
     @property
     def workspace(self) -> Path:
@@ -70,12 +72,14 @@ class AttemptFolders:
         remove_folder(self.root)
 
 
-def make_folders(folder: Path, rollout: Rollout, *, suffix: str = "") -> AttemptFolders:
-    """Create the folders of an attempt, empty, with the agent's task file. `suffix` tells a second set apart."""
+def make_folders(folder: Path, rollout: Rollout, *, suffix: str = "", uid: int | None = None) -> AttemptFolders:
+    """Create the folders of an attempt, empty and ours, with the agent's task file. `suffix` tells a second set apart;
+    `uid`: see `AttemptFolders`."""
     name = _file_name(rollout.spec.id)
     folders = AttemptFolders(
         root=folder / "workspaces" / f"{name}.{rollout.attempt}{suffix}",
         logs=folder / "rollouts" / name / f"{rollout.attempt}{suffix}",
+        uid=uid,
     )
     folders.remove()
     folders.root.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -114,6 +118,10 @@ def remove_folder(root: Path) -> None:
 
 
 def _unlock_and_retry(function: Callable[..., Any], path: str, _: object) -> None:
+    """`function` may be one that needs more than a path: then what failed is a folder."""
     os.chmod(os.path.dirname(path), 0o700)
-    os.chmod(path, 0o700)
-    function(path)
+    if os.path.isdir(path) and not os.path.islink(path):
+        os.chmod(path, 0o700)
+        shutil.rmtree(path, onerror=_unlock_and_retry)
+    else:
+        function(path)

@@ -23,10 +23,11 @@ from manege.controller.folders import AttemptFolders
 from manege.controller.record import AttemptRecord
 from manege.controller.verdict import Verdict, parse_verdict
 from manege.controller.view import View, make_view
+from manege.sandbox import uids
 from manege.sandbox.launcher import Launcher
 from manege.sandbox.layers import Layers
 from manege.sandbox.policy import Policy
-from manege.sandbox.spec import Exit, ProcessSpec, Seen
+from manege.sandbox.spec import REPLY, Exit, ProcessSpec, Seen
 from manege.types import Task
 
 __all__ = ["Scored", "Scorer"]
@@ -72,7 +73,7 @@ class Scorer:
         own.mkdir(mode=0o700)
         try:
             view = await asyncio.to_thread(self._view, config, task, own, folders, finished, pristine)
-            ended, text = await self._run(config, task, record, view, own, folders.logs)
+            ended, text = await self._run(config, task, record, view, own, folders)
         except (OSError, RecursionError) as error:
             return Scored(verdict=Verdict(reward=None, failure=f"the workspace cannot be scored: {error}"))
         finally:
@@ -98,18 +99,20 @@ class Scorer:
         return make_view(own, finished, pristine, place=place, restore=config.scorer.restore, files=files)
 
     async def _run(
-        self, config: RunConfig, task: Task, record: AttemptRecord, view: View, own: Path, logs: Path
+        self, config: RunConfig, task: Task, record: AttemptRecord, view: View, own: Path, folders: AttemptFolders
     ) -> tuple[Exit, str | None]:
         """Its end, and what it said."""
-        home, scratch, output = own / "home", own / "scratch", logs / "scorer.txt"
+        home, scratch, output = own / "home", own / "scratch", folders.logs / "scorer.txt"
         for path in (home, scratch):
             path.mkdir(mode=0o700)
+        if folders.uid is not None:
+            await asyncio.to_thread(uids.own, [str(own)], folders.uid)
         record = replace(record, workspace=view.place)
         program, tasks = config.scorer.run, config.tasks
         is_function = isinstance(program, str)
         answers_apart = is_function or any(_VERDICT in word for word in program)
         spec = ProcessSpec(
-            program=program if is_function else [word.replace(_VERDICT, "3") for word in program],
+            program=program if is_function else [word.replace(_VERDICT, str(REPLY)) for word in program],
             role="scorer",
             env={
                 **system_environment(home=str(home), scratch=str(scratch)),
@@ -119,7 +122,7 @@ class Scorer:
             # Not the workspace: a Python started there would import what the agent left there.
             cwd=str(scratch),
             stdout=str(output),
-            stderr=str(logs / "scorer_errors.txt"),
+            stderr=str(folders.logs / "scorer_errors.txt"),
             # It may start any program, and some reserve address space without end.
             limits=limits_of(config.agent.limits, javascript=True),
             policy=Policy(
@@ -130,6 +133,7 @@ class Scorer:
                 tcp_ports=[],
                 protected_pids=[os.getpid()],
                 host_network=config.scorer.network,
+                uid=folders.uid,
             ),
             overlay=view.overlay,
             stdin=b"" if is_function else _as_json(task, record),

@@ -110,3 +110,12 @@ def working_in(folder):
         if folder in path.parents:
             found.setdefault(path, []).append(int(name))
     return found
+
+
+def number_inside(pid):
+    """The number that a process has for itself; None: it has just ended."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return None
+    return next(int(line.split()[-1]) for line in status.splitlines() if line.startswith("NSpid:"))

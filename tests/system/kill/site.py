@@ -11,7 +11,16 @@ import socket
 
 import httpx
 
-from tests.system.kill.processes import PROGRAMS, ROOT, Part, below, children, until, working_in
+from tests.system.kill.processes import (
+    PROGRAMS,
+    ROOT,
+    Part,
+    below,
+    children,
+    number_inside,
+    until,
+    working_in,
+)
 
 RUN_FILE = PROGRAMS / "run.toml"
 MODEL = ROOT / "tests" / "tiny" / "model"
@@ -98,11 +107,13 @@ class Site:
         workspaces = self.agents / "workspaces"
         running = working_in(workspaces)
         for path, pids in running.items():
-            if victim == "scorer" and path.parent == workspaces:
+            if victim == "scorer" and path.parent.name == "scorer":
                 return pids[0]
             said = path / "agent.pid"
-            if victim == "agent" and said.exists() and (text := said.read_text()) and int(text) in pids:
-                return int(text)
+            if victim == "agent" and said.exists() and (text := said.read_text()):
+                for pid in pids:
+                    if number_inside(pid) == int(text):
+                        return pid
         return None
 
     def state(self):
