@@ -3,6 +3,7 @@
 import io
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -15,6 +16,8 @@ from manege.sandbox.probe import probe, require
 from manege.types import Task
 
 FULL = Layers(system="linux", landlock_abi=7, seccomp=True)
+APART = replace(FULL, namespaces=True)
+BOXED = replace(FULL, bubblewrap=True)
 NO_LANDLOCK = Layers(system="linux", landlock_abi=0, seccomp=True)
 NO_SECCOMP = Layers(system="linux", landlock_abi=7, seccomp=False)
 MACOS = Layers(system="darwin", landlock_abi=0, seccomp=False)
@@ -25,11 +28,24 @@ WINDOWS = Layers(system="win32", landlock_abi=0, seccomp=False)
     ("layers", "config", "enforced"),
     [
         (FULL, {}, FULL),
+        (APART, {}, APART),
+        (APART, {"mode": "strict"}, APART),
+        (BOXED, {"mode": "strict"}, BOXED),
+        (APART, {"mode": "off", "unsafe": True}, Layers(system="linux", landlock_abi=0, seccomp=False)),
         (NO_LANDLOCK, {"unsafe": True}, NO_LANDLOCK),
         (FULL, {"mode": "off", "unsafe": True}, Layers(system="linux", landlock_abi=0, seccomp=False)),
         (MACOS, {"unsafe": True}, MACOS),
     ],
-    ids=["full", "no landlock, accepted", "off, accepted", "macos, accepted"],
+    ids=[
+        "full",
+        "apart",
+        "strict",
+        "strict, bubblewrap",
+        "off though apart",
+        "no landlock, accepted",
+        "off, accepted",
+        "macos, accepted",
+    ],
 )
 def test_what_is_enforced(layers, config, enforced):
     assert require(SandboxConfig(**config), layers) == enforced
@@ -42,9 +58,21 @@ def test_what_is_enforced(layers, config, enforced):
         (NO_SECCOMP, {}, "no seccomp.*--unsafe"),
         (MACOS, {}, "no isolation on darwin.*--unsafe"),
         (FULL, {"mode": "off"}, "sandbox.mode is off.*--unsafe"),
+        (FULL, {"mode": "strict", "unsafe": True}, "strict.*lacks layers: no namespaces"),
+        (replace(APART, seccomp=False), {"mode": "strict"}, "strict.*no seccomp"),
+        (replace(APART, landlock_abi=0), {"mode": "strict"}, "strict.*no Landlock"),
         (WINDOWS, {"unsafe": True}, "wsl --install"),
     ],
-    ids=["no landlock", "no seccomp", "macos", "off", "windows"],
+    ids=[
+        "no landlock",
+        "no seccomp",
+        "macos",
+        "off",
+        "strict, no namespaces",
+        "strict, no seccomp",
+        "strict, no landlock",
+        "windows",
+    ],
 )
 def test_a_run_without_isolation_is_refused(layers, config, message):
     with pytest.raises(SandboxError, match=message):
@@ -52,12 +80,33 @@ def test_a_run_without_isolation_is_refused(layers, config, message):
 
 
 @pytest.mark.parametrize(
-    ("abi", "lines"), [(7, 1), (5, 2), (3, 3), (2, 4), (0, 2)], ids=["7", "5", "3", "2", "no landlock"]
+    ("layers", "lines"),
+    [
+        (replace(APART, cgroup="v2", notify=True), []),
+        (replace(BOXED, cgroup="v1", notify=True), []),
+        (APART, ["no cgroup", "no seccomp notification"]),
+        (FULL, ["no namespaces", "no cgroup", "no seccomp notification"]),
+        (replace(FULL, landlock_abi=5, cgroup="v1", notify=True), ["Landlock 5 < 6", "no namespaces"]),
+        (
+            replace(FULL, landlock_abi=2, cgroup="v1", notify=True),
+            ["Landlock 2 < 3", "Landlock 2 < 4", "Landlock 2 < 6", "no namespaces"],
+        ),
+        (replace(APART, landlock_abi=2, cgroup="v1", notify=True), ["Landlock 2 < 3"]),
+        (replace(NO_LANDLOCK, cgroup="v1", notify=True), ["no Landlock", "no namespaces"]),
+        (replace(APART, seccomp=False, cgroup="v1", notify=True), ["no seccomp"]),
+    ],
+    ids=["all", "bubblewrap", "user", "full", "5", "2", "2 with namespaces", "no landlock", "no seccomp"],
 )
-def test_each_missing_layer_has_a_line(abi, lines):
-    missing = Layers(system="linux", landlock_abi=abi, seccomp=True).missing()
-    assert len(missing) == lines
-    assert all("agents can" in line for line in missing)
+def test_each_missing_layer_has_a_line(layers, lines):
+    missing = layers.missing()
+    assert [line.partition(":")[0] for line in missing] == lines
+    assert all("agents can" in line or "agents run" in line for line in missing)
+
+
+def test_what_is_there_is_named_in_the_record():
+    layers = replace(APART, cgroup="v1", uids=True, notify=True)
+    there = ["landlock 7", "seccomp", "namespaces", "cgroup v1", "user id", "notification"]
+    assert layers.names() == ["process tree", "clean environment", "limits", *there]
 
 
 def test_what_is_not_isolated_is_said_in_calm_lines():

@@ -38,7 +38,7 @@ def enter(spec: ProcessSpec, *, code: Iterable[str], lifeline: int, pipe: int) -
     os.close(lifeline)
     keep_mounts_private()
     if spec.overlay is not None:
-        mount_overlay(spec.overlay)
+        mount_overlay(spec.overlay, uid=policy.uid)
     _build_root(policy, code, spec.env)
     socket.sethostname(_HOST_NAME)
     ours, theirs = socket.socketpair()

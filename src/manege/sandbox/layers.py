@@ -35,11 +35,23 @@ class Layers:
         """Whether an agent is kept from the user's files and from other processes."""
         return self.landlock_abi > 0 and self.seccomp
 
+    @property
+    def confines(self) -> bool:
+        """Whether it is also kept from every network, and has a file system and processes of its own."""
+        return self.isolates and (self.namespaces or self.bubblewrap)
+
     def names(self) -> Sequence[str]:
         """For a rollout's record."""
-        found = ["process tree", "clean environment", "limits"]
-        found += [f"landlock {self.landlock_abi}"] if self.landlock_abi else []
-        return found + (["seccomp"] if self.seccomp else [])
+        named = {
+            f"landlock {self.landlock_abi}": self.landlock_abi > 0,
+            "seccomp": self.seccomp,
+            "namespaces": self.namespaces,
+            "bubblewrap": self.bubblewrap,
+            f"cgroup {self.cgroup}": self.cgroup is not None,
+            "user id": self.uids,
+            "notification": self.notify,
+        }
+        return ["process tree", "clean environment", "limits", *(name for name, is_there in named.items() if is_there)]
 
     def missing(self) -> Sequence[str]:
         """One line per layer that is not there, with its consequence."""
@@ -53,11 +65,22 @@ class Layers:
             lines.append("no Landlock: agents can read and write your files and reach any host by TCP")
         elif self.landlock_abi < 3:
             lines.append(f"Landlock {self.landlock_abi} < 3: agents can empty files that they cannot open")
-        if 0 < self.landlock_abi < 4:
+        apart = self.namespaces or self.bubblewrap
+        if 0 < self.landlock_abi < 4 and not apart:
             lines.append(f"Landlock {self.landlock_abi} < 4: agents can reach any host by TCP")
-        if 0 < self.landlock_abi < 6:
+        if 0 < self.landlock_abi < 6 and not apart:
             lines.append(f"Landlock {self.landlock_abi} < 6: agents can signal your other processes")
         if not self.seccomp:
             lines.append("no seccomp: agents can use UDP, Unix sockets and ptrace, and read the memory of others")
-        lines.append("no network namespace: agents can reach any host on the gateway's port")
+        if not apart:
+            lines.append(
+                "no namespaces: agents run as you, can reach any host on the gateway's port and see which files and "
+                "processes there are"
+            )
+        if self.cgroup is None:
+            lines.append(
+                "no cgroup: agents can use all processors, and more memory or processes than allowed for a moment"
+            )
+        if not self.notify:
+            lines.append("no seccomp notification: agents can try what is forbidden without being seen")
         return lines

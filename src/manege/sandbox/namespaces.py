@@ -65,8 +65,8 @@ def fork_apart(*, network: bool) -> int:
 def map_ids(pid: int, *, inside: int, uid: int, gid: int) -> None:
     """Make `inside` the only user and group of a process's user namespace; in ours it is `uid` and `gid`. OSError."""
     for name, text in (("setgroups", "deny"), ("uid_map", f"{inside} {uid} 1"), ("gid_map", f"{inside} {gid} 1")):
-        with open(f"/proc/{pid}/{name}", "w", encoding="ascii") as file:
-            file.write(text)
+        with open(f"/proc/{pid}/{name}", "wb", buffering=0) as file:  # bytes: an encoding may be a module to import
+            file.write(text.encode())
 
 
 def unshare_users(channel: socket.socket) -> None:

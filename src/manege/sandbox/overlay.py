@@ -4,14 +4,23 @@ Marks of what was removed or replaced lie in attributes that every user may set 
 leave the same layers behind. https://docs.kernel.org/filesystems/overlayfs.html
 """
 
+import os
+
+from manege.sandbox.idmap import mount_idmapped, user_namespace
 from manege.sandbox.mounts import mount
 from manege.sandbox.spec import Overlay
 
 __all__ = ["mount_overlay"]
 
 
-def mount_overlay(overlay: Overlay) -> None:
-    """In a mount namespace of this process's own. Raises OSError."""
+def mount_overlay(overlay: Overlay, *, uid: int | None = None) -> None:
+    """In a mount namespace of this process's own. `uid`: who is shown as the owner of root's files. Raises OSError."""
+    if uid is not None:
+        mount("proc", "/proc")  # of our PID namespace
+        with user_namespace(uid) as namespace:
+            for path in overlay.lower:
+                if os.stat(path).st_uid == 0:
+                    mount_idmapped(path, path, namespace)
     lower = ":".join(_escaped(path, r"\:,") for path in overlay.lower)
     upper, work = (_escaped(path, r"\,") for path in (overlay.upper, overlay.work))
     try:
