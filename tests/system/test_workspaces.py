@@ -26,6 +26,7 @@ from manege.sandbox.policy import Policy
 from manege.sandbox.probe import probe
 from manege.sandbox.spec import Limits, ProcessSpec
 from manege.types import Rollout, RolloutSpec, RolloutState, Task
+from tests.ordinary_user import run_as_nobody
 
 pytestmark = pytest.mark.anyio
 
@@ -499,3 +500,8 @@ def test_a_run_file_names_what_lies_beside_it(tmp_path, source, found):
     assert config.agent.workspace.source == found.replace("{folder}", str(tmp_path))
     assert config.agent.workspace.setup == [["python", str(tmp_path / "install.py")], ["make", "all"]]
     assert config.scorer.readable == [str(tmp_path / "answers.json"), "/srv/more"]
+
+
+def test_workspaces_also_work_as_an_ordinary_user():
+    said = run_as_nobody(__file__, "fifty or copy_of_its_own or killed_controller or (commit_is_its_files and path)")
+    assert "6 passed" in said, said
