@@ -157,3 +157,11 @@ def test_macos_lacks_isolation_and_needs_unsafe(tmp_path):
     accepted = manege_on("darwin", *run, "--unsafe", "agent.run=['no-such-agent']")
     assert "sandbox: no isolation on darwin" in accepted.stdout
     assert "command 'no-such-agent' does not exist" in accepted.stderr
+
+
+def test_what_the_standard_streams_are_hides_no_layer(tmp_path):
+    ask = [sys.executable, "-c", "from manege.sandbox.probe import probe; print(probe())"]
+    with open(tmp_path / "answer", "w+") as file:
+        subprocess.run(ask, stdin=subprocess.DEVNULL, stdout=file, stderr=file, check=True)
+        file.seek(0)
+        assert file.read() == subprocess.run(ask, stdin=subprocess.PIPE, capture_output=True, text=True).stdout
