@@ -98,7 +98,7 @@ def check_agents(config: RunConfig, tasks: Sequence[Task], console: Console) -> 
 
 
 @asynccontextmanager
-async def serving(config: RunConfig, *, train: bool) -> AsyncIterator[Parts]:
+async def serving(config: RunConfig, *, train: bool, terminal: str | None = None) -> AsyncIterator[Parts]:
     """Everything in this process, for as long as the context lasts; a part that fails ends it with its error."""
     async with AsyncExitStack() as stack:
         model_folder = open_folder(config.model.path)
@@ -113,7 +113,7 @@ async def serving(config: RunConfig, *, train: bool) -> AsyncIterator[Parts]:
         client = await stack.enter_async_context(Client(server.url, server.key))
         # Who paused it may have died with the trainer that was in this process.
         await client.resume()
-        await stack.enter_async_context(controlling(client, config))
+        await stack.enter_async_context(controlling(client, config, terminal=terminal))
         yield Parts(client=client, train_engine=train_engine, folder=model_folder)
 
 
@@ -227,14 +227,16 @@ async def gateway_serving(
 
 
 @asynccontextmanager
-async def controlling(client: Client, config: RunConfig) -> AsyncIterator[None]:
-    """A controller beside the body of the context; it is stopped at the end, its agents killed."""
+async def controlling(client: Client, config: RunConfig, *, terminal: str | None = None) -> AsyncIterator[None]:
+    """A controller beside the body of the context; it is stopped at the end, its agents killed. `terminal`: where a
+    shell takes their place."""
     controller = Controller(
         client,
         name=f"{socket.gethostname()}-{config.name}",
         folder=config.run_folder,
         config=config.controller,
         sandbox=config.sandbox,
+        terminal=terminal,
     )
     try:
         await controller.prepare(config)

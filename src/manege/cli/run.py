@@ -6,7 +6,7 @@ The agent is that of a run file, or a known harness (`manege harness list`) on a
 import argparse
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from rich.text import Text
 
 from manege.cli.arguments import add_gateway_arguments, add_run_arguments, connect, read_run, scratch_folder
 from manege.cli.parts import FolderLock, check_agents, controlling, serving
+from manege.cli.shell import lent_terminal
 from manege.client import Client
 from manege.config import RunConfig, override, parse_config
 from manege.errors import ConfigError
@@ -25,6 +26,7 @@ from manege.types import Call, RunId, Task
 EXAMPLES = """examples:
   manege run src/manege/recipes/finder/run.toml
   manege run src/manege/recipes/finder/run.toml --task 3 --temperature 0 model.path=runs/finder/model
+  manege run src/manege/recipes/finder/run.toml --shell
   manege run --harness claude-code --task "Fix the failing test" --workspace ~/project model.path=FOLDER
 """
 
@@ -41,16 +43,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--task", metavar="ID", help="id or position of a held-out task (default: 0); for --harness, what it is told"
     )
     parser.add_argument("--workspace", type=Path, metavar="DIR", help="folder whose copy a harness works on")
+    parser.add_argument(
+        "--shell", action="store_true", help="look around: a shell in the agent's sandbox instead of it"
+    )
     parser.add_argument("--temperature", type=float, help="0 is greedy (default: the run's sampling.temperature)")
 
 
 async def execute(arguments: argparse.Namespace) -> int:
     """Run the agent once; exit code 0 whether or not it succeeds."""
     console = Console()
-    with _prepared(arguments) as (config, task):
+    with _prepared(arguments) as (config, task), lent_terminal() if arguments.shell else nullcontext() as terminal:
         check_agents(config, [task], console)
         temperature = config.sampling.temperature if arguments.temperature is None else arguments.temperature
-        async with _client(arguments, config) as client:
+        async with _client(arguments, config, terminal) as client:
             run = RunId(config.name)
             await client.put_run(run, config.to_json())
             feed = GroupFeed(client, run, cursor=0, reward_from=config.scorer.reward_from, max_attempts=1)
@@ -105,13 +110,13 @@ def _harness_run(arguments: argparse.Namespace) -> RunConfig:
 
 
 @asynccontextmanager
-async def _client(arguments: argparse.Namespace, config: RunConfig) -> AsyncIterator[Client]:
+async def _client(arguments: argparse.Namespace, config: RunConfig, terminal: str | None) -> AsyncIterator[Client]:
     """Of a gateway in this process, or of one elsewhere; the agent runs here."""
     if not arguments.gateway:
-        async with serving(config, train=False) as parts:
+        async with serving(config, train=False, terminal=terminal) as parts:
             yield parts.client
         return
-    async with connect(arguments) as client, controlling(client, config):
+    async with connect(arguments) as client, controlling(client, config, terminal=terminal):
         yield client
 
 

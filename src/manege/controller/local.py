@@ -4,6 +4,7 @@ In: a claim and its run's config. Out: an Ending; what programs, disks or the ga
 exception. The scorer starts when every process of the agent is dead. Cancelling `run` kills what runs and cleans up.
 """
 
+import math
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
@@ -20,6 +21,7 @@ from manege.controller.launch import find_program
 from manege.controller.outcome import judge_agent
 from manege.controller.record import AttemptRecord
 from manege.controller.scoring import Scorer
+from manege.controller.shell import in_terminal
 from manege.controller.site import Site, Sites
 from manege.controller.sockets import answering
 from manege.controller.workspaces.cache import Workspaces
@@ -50,10 +52,12 @@ class LocalRunner:
         layers: Layers,
         readable: Sequence[str],
         keep_workspaces: bool,
+        terminal: str | None = None,
     ) -> None:
         """`folder`: of the run. `layers`: what to enforce on agents. `readable`: what they may read beside system,
-        interpreter and their own code."""
-        self.folder = folder
+        interpreter and their own code. `terminal`: path of a pseudo-terminal where somebody sits, for a shell that
+        takes the agent's place."""
+        self.folder, self._terminal = folder, terminal
         self._launcher, self._client, self._layers, self._readable = launcher, client, layers, readable
         workspaces = Workspaces(folder / "prepared", launcher)
         self._sites = Sites(
@@ -112,6 +116,8 @@ class LocalRunner:
         )
         await self._sites.give(site)
         async with answering(self._client, claim) as answer:
+            if self._terminal is not None:
+                return await self._launcher.run(in_terminal(spec, self._terminal), math.inf, on_listener=answer)
             return await self._launcher.run(spec, config.agent.limits.run_s, on_listener=answer)
 
     async def _record(self, rollout: Rollout, ended: Exit, folders: AttemptFolders) -> AttemptRecord:

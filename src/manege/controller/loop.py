@@ -68,10 +68,11 @@ class Controller:
         config: ControllerConfig,
         sandbox: SandboxConfig,
         runner: Runner | None = None,
+        terminal: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`name`: unique among the controllers of a gateway. `folder`: for this one alone. `runner`: None for processes
-        of this machine. Raises SandboxError if they cannot isolate agents here."""
+        of this machine. `terminal`: see LocalRunner. Raises SandboxError if they cannot isolate agents here."""
         self._client = client
         self._name = name
         self._config = config
@@ -84,6 +85,7 @@ class Controller:
             layers=require(sandbox, probe()),
             readable=sandbox.readable,
             keep_workspaces=config.keep_workspaces,
+            terminal=terminal,
         )
         self._lasting = runner if isinstance(runner, LastingRunner) else None
         self._held: dict[RolloutId, _Held] = {}
