@@ -25,8 +25,9 @@ from manege.sandbox.launcher import Launcher
 from manege.sandbox.policy import Policy
 from manege.sandbox.probe import probe
 from manege.sandbox.spec import Limits, ProcessSpec
-from manege.types import Rollout, RolloutSpec, RolloutState, Task
+from manege.types import Outcome, Rollout, RolloutSpec, RolloutState, Task
 from tests.ordinary_user import run_as_nobody
+from tests.system.test_controller import controlling, run_config, settle, spec
 
 pytestmark = pytest.mark.anyio
 
@@ -505,3 +506,43 @@ def test_a_run_file_names_what_lies_beside_it(tmp_path, source, found):
 def test_workspaces_also_work_as_an_ordinary_user():
     said = run_as_nobody(__file__, "fifty or copy_of_its_own or killed_controller or (commit_is_its_files and path)")
     assert "6 passed" in said, said
+
+
+SCORE = """
+import json, os, pathlib, sys
+left = pathlib.Path(json.load(sys.stdin)["attempt"]["workspace"])
+lines = (left / "code.py").read_text().splitlines()
+print(int(lines[-1].startswith("fixed ") and not (left / "docs").exists() and os.access(left / "run.sh", os.X_OK)))
+"""
+
+
+async def test_rollouts_of_a_run_work_on_commits_that_their_tasks_name_and_are_scored_on_what_they_left(
+    client, repository, tmp_path
+):
+    agent = 'grep -q "$WANT" code.py && echo "fixed $WANT" >> code.py && rm -r docs && test ! -e .git && ls -A'
+    runs = tmp_path / "runs"
+    config = run_config(
+        ["sh", "-ec", agent],
+        ["python", "-c", SCORE],
+        setup=["sh", "-c", "echo more >> run.sh"],
+    )
+    agent_section = config.agent.model_copy(
+        update={
+            "env": {"WANT": "{want}"},
+            "workspace": WorkspaceConfig(
+                source=str(repository), commit="{base}", setup=[["sh", "-c", f"echo run >> {runs}"]]
+            ),
+        }
+    )
+    await client.put_run("run", config.model_copy(update={"agent": agent_section}).to_json())
+    wanted = [("v1", "old"), ("main", "solution")] * 3
+    specs = [spec(f"r{n}", input={"base": base, "want": want}) for n, (base, want) in enumerate(wanted)]
+    async with controlling(client, tmp_path / "run", keep_workspaces=True):
+        ended = await settle(client, *specs)
+    assert [(rollout.outcome, rollout.reward) for rollout in ended] == [(Outcome.OK, 1.0)] * 6, ended
+    assert runs.read_text() == "run\n" * 2
+    for rollout, (_, want) in zip(ended, wanted, strict=True):
+        left = tmp_path / "run" / "rollouts" / rollout.spec.id / "0" / "left" / "workspace"
+        assert tree(left)["code.py"].endswith(f"fixed {want}\n")
+        assert "docs" not in tree(left)
+        assert (left / "run.sh").read_text() == "#!/bin/sh\nmore\n"
