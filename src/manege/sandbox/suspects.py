@@ -180,8 +180,9 @@ def _git(name: str, rest: Sequence[str]) -> Suspect | None:
         del words[:2]
     verbs = [word for word in words if not word.startswith("-")]
     verb = verbs[0] if verbs else ""
-    flags = verb in _GIT_DIGS or verb.startswith("remote-") or any(_OTHER_HISTORY.match(word) for word in words)
-    if not flags and (verb in _GIT_DAILY or not verb):
+    flags = verb in _GIT_DIGS or any(_OTHER_HISTORY.match(word) for word in words)
+    # `remote-https` and its like are Git's own, for a command that was seen before.
+    if verb.startswith("remote-") or (not flags and (verb in _GIT_DAILY or not verb)):
         return None
     return _told("git", shlex.join([name, *rest]), flags=flags)
 
