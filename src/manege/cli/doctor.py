@@ -1,4 +1,7 @@
-"""What this machine can do, and what is missing, one line each; exit code 1 when training cannot start."""
+"""What this machine can do, and what is missing, one line each; exit code 1 when training cannot start.
+
+With `--runner kubernetes`: what a controller may do in a cluster, and whether an attempt's pod works there.
+"""
 
 import argparse
 import importlib.util
@@ -6,18 +9,21 @@ import os
 import platform
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from rich.console import Console
 
-from manege.config import ModelConfig
-from manege.errors import ModelError
+from manege.config import ModelConfig, load_config
+from manege.errors import ConfigError, ModelError
 from manege.model.folder import open_folder
 from manege.sandbox.probe import probe
 
 EXAMPLES = """examples:
   manege doctor
   manege doctor --model FOLDER
+  manege doctor --runner kubernetes --context CLUSTER --namespace agents
+  manege doctor --runner kubernetes --run run.toml --gateway http://10.0.0.5:8400
 """
 
 _NEEDED_BYTES = 4 << 30
@@ -27,6 +33,11 @@ _NEEDED_BYTES = 4 << 30
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of this verb."""
     parser.add_argument("--model", default=ModelConfig().path, help="model folder or name (default: %(default)s)")
+    parser.add_argument("--runner", choices=["local", "kubernetes"], default="local", help="what shall run the agents")
+    parser.add_argument("--run", type=Path, metavar="RUN_FILE", help="kubernetes: try what this run's attempts need")
+    parser.add_argument("--gateway", metavar="URL", help="kubernetes: as the controller reaches it")
+    parser.add_argument("--context", action="append", help="kubernetes: a cluster of the kubeconfig; again for several")
+    parser.add_argument("--namespace", action="append", help="kubernetes: as for the controller; again for several")
 
 
 async def execute(arguments: argparse.Namespace) -> int:
@@ -34,11 +45,37 @@ async def execute(arguments: argparse.Namespace) -> int:
     console = Console()
     good = True
 
-    def report(ok: bool, text: str) -> None:
+    def report(ok: bool | None, text: str) -> None:
         nonlocal good
-        good &= ok
-        console.print(("ok       " if ok else "missing  ") + text, highlight=False, soft_wrap=True)
+        good &= ok is not False
+        word = "unknown" if ok is None else "ok" if ok else "missing"
+        console.print(f"{word:8} {text}", highlight=False, soft_wrap=True)
 
+    if arguments.runner == "kubernetes":
+        await _clusters(arguments, report)
+    else:
+        _machine(arguments, console, report)
+    return 0 if good else 1
+
+
+async def _clusters(arguments: argparse.Namespace, report: Callable[[bool | None, str], None]) -> None:
+    try:
+        from manege.controller.kubernetes.api import Api
+        from manege.controller.kubernetes.doctor import examine
+    except ImportError as error:
+        raise ConfigError(f"--runner kubernetes needs the extra k8s: pip install 'manege[k8s]' ({error})") from error
+    config = None if arguments.run is None else load_config(arguments.run, [])
+    for context in arguments.context or [None]:
+        api = Api.connect(context)
+        try:
+            for namespace in arguments.namespace or [api.namespace]:
+                async for finding in examine(api, namespace, config=config, gateway_url=arguments.gateway):
+                    report(finding.ok, finding.text)
+        finally:
+            await api.aclose()
+
+
+def _machine(arguments: argparse.Namespace, console: Console, report: Callable[[bool | None, str], None]) -> None:
     report(sys.version_info >= (3, 11), f"Python {platform.python_version()} (3.11 or newer)")
     report(True, f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
     for package in ("torch", "safetensors", "matplotlib", "openai"):
@@ -59,4 +96,3 @@ async def execute(arguments: argparse.Namespace) -> int:
     )
     free = shutil.disk_usage(Path.cwd()).free
     report(free > _NEEDED_BYTES, f"{free >> 30} GiB of disk free here (4 needed)")
-    return 0 if good else 1

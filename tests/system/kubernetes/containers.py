@@ -17,7 +17,7 @@ import httpx
 from tests.system.kubernetes.cluster import built
 
 _OWN = ("dev", "proc", "run", "tmp", "var")
-_VARIABLE = re.compile(r"\$\((\w+)\)")
+_VARIABLE = re.compile(r"\$(?:\$|\((\w+)\))")
 _MESSAGE_LIMIT = 4096
 _LOG_MESSAGE_LIMIT = 2048
 
@@ -107,7 +107,8 @@ class Container:
             words += [kind, str(self._volumes / mount["name"] / mount.get("subPath", "")), mount["mountPath"]]
         words += ["--bind", str(self._message), self.spec.get("terminationMessagePath", "/dev/termination-log")]
         words += ["--chdir", self.spec.get("workingDir", "/"), "--clearenv"]
-        for name, value in {"PATH": os.defpath, "HOSTNAME": self._pod.name, **variables}.items():
+        given = {"PATH": os.defpath, "HOSTNAME": self._pod.name, **self._pod.service, **variables}
+        for name, value in given.items():
             words += ["--setenv", name, value]
         return [*words, "--"]
 
@@ -169,7 +170,8 @@ async def _values(api, namespace, field, name):
 
 
 def _expand(text, variables):
-    return _VARIABLE.sub(lambda match: variables.get(match[1], match[0]), text)
+    """`$(NAME)` is replaced where there is such a variable, and `$$` is a dollar."""
+    return _VARIABLE.sub(lambda match: "$" if match[0] == "$$" else variables.get(match[1], match[0]), text)
 
 
 KILL, TERMINATE = signal.SIGKILL, signal.SIGTERM

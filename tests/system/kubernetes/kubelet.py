@@ -30,6 +30,7 @@ class Kubelet:
         """By image: the reason that its container waits with, for ever."""
         self._folder, self._readable = folder, (folder.parent, *readable)
         self._cluster = cluster
+        self._service = {"KUBERNETES_SERVICE_HOST": "127.0.0.1", "KUBERNETES_SERVICE_PORT": str(cluster.port)}
         self._pods = {}
         self._tasks = set()
         self._failures = []
@@ -136,7 +137,7 @@ class Kubelet:
             return
         pod = self._pods.get(meta["uid"])
         if pod is None and kind != "DELETED" and "nodeName" not in entry["spec"] and "deletionTimestamp" not in meta:
-            pod = self._pods[meta["uid"]] = Pod(entry, self._folder, self._readable)
+            pod = self._pods[meta["uid"]] = Pod(entry, self._folder, self._readable, self._service)
             pod.life = self._spawn(self._live(pod))
         elif pod is not None and kind == "DELETED":
             pod.send(KILL)
@@ -228,12 +229,12 @@ class Kubelet:
 class Pod:
     """What the node knows of a pod."""
 
-    def __init__(self, entry, folder, readable):
+    def __init__(self, entry, folder, readable, service):
         meta = entry["metadata"]
         self.entry, self.spec = entry, entry["spec"]
         self.name, self.namespace, self.uid = meta["name"], meta["namespace"], meta["uid"]
         self.path = f"/api/v1/namespaces/{self.namespace}/pods/{self.name}"
-        self.folder, self.readable = folder / self.uid, readable
+        self.folder, self.readable, self.service = folder / self.uid, readable, service
         self.folder.mkdir()
         self.containers = {}
         self.status = {}

@@ -37,6 +37,8 @@ _KIND_PATHS = {
     "Pod": "api/v1/namespaces/{}/pods",
     "Secret": "api/v1/namespaces/{}/secrets",
     "NetworkPolicy": "apis/networking.k8s.io/v1/namespaces/{}/networkpolicies",
+    "ResourceQuota": "api/v1/namespaces/{}/resourcequotas",
+    "LimitRange": "api/v1/namespaces/{}/limitranges",
 }
 
 _log = get_logger("kubernetes")
@@ -110,6 +112,14 @@ class Api:
         except ApiError as error:
             if error.http_status not in (404, 409):
                 raise
+
+    async def allows(self, namespace: str, verb: str, group: str, resource: str) -> bool:
+        """Whether we have this right."""
+        wanted = {"namespace": namespace, "verb": verb, "group": group, "resource": resource}
+        review = {"kind": "SelfSubjectAccessReview", "apiVersion": "authorization.k8s.io/v1"}
+        asked = {**review, "spec": {"resourceAttributes": wanted}}
+        answer = await self._send("POST", "apis/authorization.k8s.io/v1/selfsubjectaccessreviews", asked)
+        return answer["status"]["allowed"]
 
     async def list(self, kind: str, namespace: str, selector: str) -> tuple[list[JsonObject], str]:
         """All objects with these labels, and the version of the list."""
