@@ -56,7 +56,7 @@ class Box:
             "LANG": "C.UTF-8",
         }
 
-    def spec(self, program, *, env=None, port=1, **changes):
+    def spec(self, program, *, env=None, port=1, listen_port=None, uid=None, **changes):
         policy = Policy(
             layers=self.layers,
             writable=[str(self.workspace), str(self.folder / "scratch")],
@@ -64,6 +64,8 @@ class Box:
             private=[],
             tcp_ports=[port],
             protected_pids=[os.getpid()],
+            listen_port=listen_port,
+            uid=uid,
         )
         standard = {
             "program": program,
