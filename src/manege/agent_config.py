@@ -1,12 +1,15 @@
 """The sections `agent`, `scorer` and `sandbox` of a run file: what runs, what judges it, and what it may touch."""
 
-from typing import Literal
+from collections.abc import Iterable
+from typing import Literal, TypeVar
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from manege.section import PositiveFloat, PositiveInt, Section
 
 __all__ = ["AgentConfig", "LimitsConfig", "Program", "SandboxConfig", "ScorerConfig", "WorkspaceConfig"]
+
+T = TypeVar("T", bound=Iterable[str])
 
 Program = str | list[str]
 """`"module:function"`, run from a warm parent, or a command as a list of arguments."""
@@ -80,8 +83,9 @@ class ScorerConfig(Section):
     """The program that judges what an attempt left behind."""
 
     run: Program
-    """`module:function` called as f(task, attempt) -> float | None, or a command that prints a JSON number or null; or
-    an object {"reward": ..., "calls": {id: number}, "message": "one line"}, of which the last two may be left out."""
+    """`module:function` called as f(task, attempt) -> float | None, or a command that prints a JSON number or null as
+    its last line; or an object {"reward": ..., "calls": {id: number}, "message": "one line"}, of which the last two may
+    be left out. A command with `{verdict}` in it finds the number of a descriptor there, and writes it to that."""
     files: dict[str, str] = Field(default_factory=dict)
     """Files of the workspace that only the scorer gets: path to text; `{field}` is replaced by that field of the task,
     hidden ones included."""
@@ -97,6 +101,16 @@ class ScorerConfig(Section):
     """`agent`: the agent posts its own `reward` event, as agents written for Agent Lightning do."""
     success_reward: float = 1.0
     """A rollout with at least this reward counts as a success in the tables."""
+
+    @field_validator("files", "restore")
+    @classmethod
+    def _inside(cls, paths: T) -> T:
+        for path in paths:
+            if {"", ".", ".."} & set(path.split("/")):
+                raise ValueError(
+                    f"{path!r} is no path in the workspace; write it relative to that, without `.` and `..`"
+                )
+        return paths
 
 
 class SandboxConfig(Section):

@@ -7,6 +7,7 @@ and atexit functions mean the same.
 
 import asyncio
 import atexit
+import fcntl
 import inspect
 import itertools
 import json
@@ -28,7 +29,7 @@ from manege.sandbox.init import enter
 from manege.sandbox.mounts import leave_mounts
 from manege.sandbox.overlay import mount_overlay
 from manege.sandbox.policy import apply
-from manege.sandbox.spec import Limits, ProcessSpec
+from manege.sandbox.spec import REPLY, Limits, ProcessSpec
 from manege.sandbox.supervisor import report
 from manege.sandbox.syscalls import PR_SET_PDEATHSIG, is_linux, prctl
 from manege.sandbox.watch import hand_over
@@ -55,7 +56,7 @@ def run_child(
     try:
         policy = spec.policy
         _detach(pipe)
-        keep = {pipe, *([] if function is None else [reply]), *([lifeline] if is_apart(spec) else [])}
+        keep = {pipe, *([reply] if function or spec.replies else []), *([lifeline] if is_apart(spec) else [])}
         _connect(spec, outputs, keep if channel is None else {*keep, channel})
         listable: Sequence[str] = ()
         if policy is not None and function is None:
@@ -74,6 +75,8 @@ def run_child(
         if channel is not None:
             hand_over(channel)
         if function is None:
+            if spec.replies:
+                pipe = _offer_reply(reply, pipe)
             os.execvpe(spec.program[0], list(spec.program), dict(spec.env))
     except BaseException as error:  # a process that is half set up may not go on, whatever it was
         report(pipe, error=f"{type(error).__name__}: {error}")
@@ -119,6 +122,14 @@ def _connect(spec: ProcessSpec, outputs: Sequence[int], keep: Set[int]) -> None:
     edges = [2, *sorted(keep), os.sysconf("SC_OPEN_MAX")]
     for low, high in itertools.pairwise(edges):
         os.closerange(low + 1, high)
+
+
+def _offer_reply(reply: int, pipe: int) -> int:
+    """Give the command its descriptor to answer on, and the pipe, which may be in the way, another number."""
+    apart = fcntl.fcntl(reply, fcntl.F_DUPFD_CLOEXEC, REPLY + 1)
+    pipe = fcntl.fcntl(pipe, fcntl.F_DUPFD_CLOEXEC, REPLY + 1)
+    os.dup2(apart, REPLY)
+    return pipe
 
 
 def _settle(spec: ProcessSpec) -> None:

@@ -18,6 +18,9 @@ LISTENER = b"L"
 Program = str | Sequence[str]
 """`module:function`, called in a fork of a warm parent, or a command as a list of arguments."""
 
+REPLY = 3
+"""The descriptor of a command that answers; what it starts has it only if it passes it on."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overlay:
@@ -92,7 +95,7 @@ class ProcessSpec:
     args: Sequence[Any] = ()
     """For a function; picklable."""
     replies: bool = False
-    """Whether a function's return value is wanted back, as JSON."""
+    """Whether an answer is wanted back: what a function returns, as JSON; what a command writes to `REPLY`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +115,8 @@ class Exit:
     num_left: int
     """Processes that were still there when the program ended, and were killed."""
     reply: str | None = None
-    """What the function returned, as JSON text; a value that JSON lacks as its repr. None: it did not return."""
+    """What the function returned, as JSON text; a value that JSON lacks as its repr. Of a command, what it wrote. None:
+    nothing."""
     error: str | None = None
     """Why the program could not be started; None: it was."""
     seen: Sequence[Seen] = ()
