@@ -2,6 +2,7 @@
 
 import asyncio
 import ctypes
+import errno
 import json
 import multiprocessing
 import os
@@ -19,13 +20,14 @@ _NEW = {"mnt": 0x20000, "cgroup": 0x2000000, "uts": 0x4000000, "ipc": 0x8000000,
 
 
 def _results(tries):
-    """`done` or the error's name for each."""
+    """What each said, `done`, or why not."""
     results = {}
     for name, attempt in tries.items():
         try:
             results[name] = attempt() or "done"
-        except Exception as error:
-            results[name] = type(error).__name__
+        except (OSError, subprocess.CalledProcessError) as error:
+            code = getattr(error, "errno", None)
+            results[name] = f"no: {errno.errorcode.get(code) or type(error).__name__}"
     print(json.dumps(results))
 
 
