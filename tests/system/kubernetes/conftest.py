@@ -5,6 +5,7 @@ import uuid
 
 import pytest
 
+from tests.system.kubernetes.api import Api
 from tests.system.kubernetes.cluster import SCRIPT, Cluster, missing, required
 from tests.system.kubernetes.faults import FaultyProxy
 from tests.system.kubernetes.kubelet import Kubelet
@@ -35,6 +36,13 @@ def namespace(cluster):
     cluster.request("POST", "/api/v1/namespaces", {"metadata": {"name": name}}).raise_for_status()
     yield name
     cluster.request("DELETE", f"/api/v1/namespaces/{name}").raise_for_status()
+
+
+@pytest.fixture
+async def kube(cluster):
+    """Its API as the administrator asks it."""
+    async with Api(cluster) as opened:
+        yield opened
 
 
 @pytest.fixture

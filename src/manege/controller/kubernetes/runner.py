@@ -24,7 +24,7 @@ from manege.controller.kubernetes.api import Api, ApiAwayError, ApiError
 from manege.controller.kubernetes.judging import judge_agent, read_verdict
 from manege.controller.kubernetes.manifest import Manifest, build, check, owned
 from manege.controller.kubernetes.names import ROLLOUT, Owner, job_name, rollout_label
-from manege.controller.kubernetes.status import OUT_OF_MEMORY, Seen, look
+from manege.controller.kubernetes.status import OUT_OF_MEMORY, PodView, Seen, look
 from manege.controller.kubernetes.view import View
 from manege.controller.outcome import judge_score
 from manege.controller.reach import reach
@@ -186,6 +186,10 @@ class KubernetesRunner:
             job = view.jobs().get(manifest.name) or await self._confirm(view, manifest.name, job)
             pods = view.pods(manifest.name)
             seen = look(job, pods, bound=uid, agent=manifest.agent, scorer=manifest.scorer)
+            if seen.is_over and all(each.uid != uid for each in pods):
+                # Jobs and pods are watched apart: its pod may only not have been seen yet.
+                pods = await self._list_pods(view, manifest.name)
+                seen = look(job, pods, bound=uid, agent=manifest.agent, scorer=manifest.scorer)
             if uid is None and pods and not seen.is_over:
                 first = min(pods, key=lambda each: (each.pod["metadata"]["creationTimestamp"], each.uid))
                 uid, evidence["pod"] = first.uid, first.pod["metadata"]["name"]
@@ -262,10 +266,15 @@ class KubernetesRunner:
             try:
                 return await view.api.get("Job", view.namespace, name)
             except ClusterError as error:
-                if isinstance(error, ApiError) and not error.may_pass:
-                    raise
-                _log.warning(str(error))
-                await asyncio.sleep(_AGAIN_S)
+                await self._pass(error)
+
+    async def _list_pods(self, view: View, job: str) -> list[PodView]:
+        while True:
+            try:
+                found, _ = await view.api.list("Pod", view.namespace, f"job-name={job}")
+                return [PodView(pod=pod) for pod in found]
+            except ClusterError as error:
+                await self._pass(error)
 
     async def _confirm(self, view: View, name: str, known: JsonObject | None) -> JsonObject | None:
         """The view does not show a Job that was there: it is gone, or not seen yet, or the view is old."""
@@ -279,10 +288,14 @@ class KubernetesRunner:
             try:
                 return await view.api.delete("Job", view.namespace, name, uid=uid)
             except ClusterError as error:
-                if isinstance(error, ApiError) and not error.may_pass:
-                    raise
-                _log.warning(str(error))
-                await asyncio.sleep(_AGAIN_S)
+                await self._pass(error)
+
+    async def _pass(self, error: ClusterError) -> None:
+        """Wait for what may pass. Raises the error if it will not."""
+        if isinstance(error, ApiError) and not error.may_pass:
+            raise error
+        _log.warning(str(error))
+        await asyncio.sleep(_AGAIN_S)
 
     async def _place(self, claim: Claim, config: RunConfig) -> View:
         """Where its Job is, or shall be; what is left of earlier attempts is removed."""

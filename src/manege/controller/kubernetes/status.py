@@ -98,18 +98,29 @@ def look(
         )
     if job is None:
         return Seen(fault="its Job is gone: somebody deleted it, or its time to stay is over", has_begun=seen.has_begun)
-    if failed is not None and failed.get("reason") == _OUT_OF_TIME:
+    if "deletionTimestamp" in job["metadata"]:
+        return Seen(fault="its Job is being deleted by somebody else", has_begun=seen.has_begun)
+    if own is not None and not is_going:
+        return seen  # Jobs and pods are watched apart: how it ended is still to come
+    if (failed is not None and failed.get("reason") == _OUT_OF_TIME) or (own is not None and _is_late(job, own.pod)):
         return Seen(out_of_time=True, has_begun=seen.has_begun, agent=seen.agent)
     if _condition(job, "Complete") is not None:
         return Seen(is_complete=True, has_begun=True)
-    if "deletionTimestamp" in job["metadata"]:
-        return Seen(fault="its Job is being deleted by somebody else", has_begun=seen.has_begun)
     if is_going:
         return Seen(fault="its pod was deleted: by hand, or its node is lost or drained", has_begun=seen.has_begun)
-    if failed is not None or (bound and own is None):
+    if failed is not None or bound:
         why = "its pod is gone" if failed is None else f"its Job failed ({failed.get('reason')}) and its pod is gone"
         return Seen(fault=why, has_begun=seen.has_begun)
     return seen
+
+
+def _is_late(job: JsonObject, pod: JsonObject) -> bool:
+    """Whether a pod was deleted at its Job's deadline, which the Job says only afterwards."""
+    meta, began_s = pod["metadata"], _time_s((job.get("status") or {}).get("startTime"))
+    deadline_s, gone_s = job["spec"].get("activeDeadlineSeconds"), _time_s(meta.get("deletionTimestamp"))
+    if began_s is None or deadline_s is None or gone_s is None:
+        return False
+    return gone_s - meta.get("deletionGracePeriodSeconds", 0) >= began_s + deadline_s
 
 
 def _look_at(view: PodView, agent: str | None, scorer: str | None) -> Seen:
