@@ -139,7 +139,7 @@ async def test_the_process_over_the_limit_cannot_be_started(launcher, tmp_path):
 
 @grouped
 def test_time_of_cores_is_limited():
-    with cgroups.limited(Limits(cpus=0.5)) as group:
+    with cgroups.limited(Limits(cpus=0.05)) as group:
         pid = os.fork()
         if pid == 0:
             group.enter()

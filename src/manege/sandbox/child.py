@@ -24,6 +24,8 @@ import threading
 from collections.abc import Callable, Sequence, Set
 from typing import Any, NoReturn
 
+from manege.sandbox.bubblewrap import Boxed
+from manege.sandbox.bubblewrap import enter as enter_bubblewrap
 from manege.sandbox.code import command_paths
 from manege.sandbox.init import enter
 from manege.sandbox.mounts import leave_mounts
@@ -34,7 +36,7 @@ from manege.sandbox.supervisor import report
 from manege.sandbox.syscalls import PR_SET_PDEATHSIG, is_linux, prctl
 from manege.sandbox.watch import hand_over
 
-__all__ = ["Function", "is_apart", "run_child"]
+__all__ = ["Function", "become", "is_apart", "run_child"]
 
 Function = Callable[..., Any]
 
@@ -64,14 +66,42 @@ def run_child(
             home = pwd.getpwuid(os.getuid()).pw_dir
             readable, listable = command_paths(spec.program, spec.env.get("PATH", os.defpath), home=home)
             code = [*code, *readable]
-        if is_apart(spec):
+        if policy is not None and policy.layers.bubblewrap:
+            told = Boxed(
+                spec=spec,
+                code=code,
+                listable=listable,
+                lifeline=lifeline,
+                pipe=pipe,
+                reply=reply if reply in keep else None,
+                channel=channel,
+            )
+            enter_bubblewrap(told)
+        elif is_apart(spec):
             enter(spec, code=code, lifeline=lifeline, pipe=pipe)
         elif spec.overlay is not None:
             leave_mounts()
             mount_overlay(spec.overlay)
+    except BaseException as error:  # a process that is half set up may not go on, whatever it was
+        report(pipe, error=f"{type(error).__name__}: {error}")
+        os._exit(_COULD_NOT_START)
+    become(spec, function, code, listable, reply, pipe, channel)
+
+
+def become(
+    spec: ProcessSpec,
+    function: Function | None,
+    code: Sequence[str],
+    listable: Sequence[str],
+    reply: int,
+    pipe: int,
+    channel: int | None,
+) -> NoReturn:
+    """The program, in a process that has all but its environment, limits and filters. `listable`: see `apply`."""
+    try:
         _settle(spec)
-        if policy is not None:
-            apply(policy, code=code, listable=listable)
+        if spec.policy is not None:
+            apply(spec.policy, code=code, listable=listable)
         if channel is not None:
             hand_over(channel)
         if function is None:
@@ -89,7 +119,7 @@ def run_child(
 
 def is_apart(spec: ProcessSpec) -> bool:
     """Whether it gets namespaces."""
-    return spec.policy is not None and spec.policy.layers.namespaces
+    return spec.policy is not None and spec.policy.layers.apart
 
 
 def _detach(pipe: int) -> None:

@@ -8,7 +8,7 @@ supervisor sees it die. It cannot be looked into from inside, and signals from t
 import contextlib
 import os
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn
 
 from manege.sandbox import root
@@ -20,9 +20,9 @@ from manege.sandbox.spec import LISTENER, ProcessSpec
 from manege.sandbox.supervisor import report
 from manege.sandbox.syscalls import PR_SET_DUMPABLE, prctl
 
-__all__ = ["enter"]
+__all__ = ["HOST_NAME", "await_end", "enter", "hand_out", "layout"]
 
-_HOST_NAME = "sandbox"
+HOST_NAME = "sandbox"
 
 
 def enter(spec: ProcessSpec, *, code: Iterable[str], lifeline: int, pipe: int) -> None:
@@ -34,13 +34,14 @@ def enter(spec: ProcessSpec, *, code: Iterable[str], lifeline: int, pipe: int) -
     if policy.own_network:
         bring_up_loopback()
         if policy.listen_port is not None:
-            _hand_out(policy.listen_port, lifeline)
+            hand_out(policy.listen_port, lifeline)
     os.close(lifeline)
     keep_mounts_private()
     if spec.overlay is not None:
         mount_overlay(spec.overlay, uid=policy.uid)
-    _build_root(policy, code, spec.env)
-    socket.sethostname(_HOST_NAME)
+    places, links, files = layout(policy, code, spec.env)
+    root.build(places, links=links, files=files, terminals=policy.terminals)
+    socket.sethostname(HOST_NAME)
     ours, theirs = socket.socketpair()
     program = os.fork()
     if program == 0:
@@ -57,15 +58,19 @@ def enter(spec: ProcessSpec, *, code: Iterable[str], lifeline: int, pipe: int) -
             map_ids(program, inside=INSIDE_ID, uid=outside, gid=outside)
             protect("/proc")
             ours.sendall(b"m")
-    _await(program, pipe)
+    await_end(program, pipe)
 
 
-def _hand_out(port: int, lifeline: int) -> None:
+def hand_out(port: int, lifeline: int) -> None:
+    """Listen, and let the launcher have the socket."""
     with listen(port) as listener, socket.socket(fileno=os.dup(lifeline)) as channel:
         socket.send_fds(channel, [LISTENER], [listener.fileno()])
 
 
-def _build_root(policy: Policy, code: Iterable[str], env: Mapping[str, str]) -> None:
+def layout(
+    policy: Policy, code: Iterable[str], env: Mapping[str, str]
+) -> tuple[Sequence[root.Place], Mapping[str, str], Mapping[str, str]]:
+    """The root: its mounts, links with their targets, and files with their content."""
     links: dict[str, str] = {}
     readable: list[str] = []
     for path in (*system_paths(policy), *code, *policy.readable):
@@ -87,10 +92,10 @@ def _build_root(policy: Policy, code: Iterable[str], env: Mapping[str, str]) -> 
         "nobody:x:65534:65534:nobody:/nonexistent:/usr/sbin/nologin\n"
     )
     files["/etc/group"] = f"root:x:0:\nagent:x:{INSIDE_ID}:\nnogroup:x:65534:\n"
-    root.build(places, links=links, files=files, terminals=policy.terminals)
+    return places, links, files
 
 
-def _await(program: int, pipe: int) -> NoReturn:
+def await_end(program: int, pipe: int) -> NoReturn:
     """Bury what dies until the program has ended; say how, and how many are left."""
     while True:
         pid, status = os.wait()

@@ -38,7 +38,12 @@ class Layers:
     @property
     def confines(self) -> bool:
         """Whether it is also kept from every network, and has a file system and processes of its own."""
-        return self.isolates and (self.namespaces or self.bubblewrap)
+        return self.isolates and self.apart
+
+    @property
+    def apart(self) -> bool:
+        """Whether it has namespaces, by whichever means."""
+        return self.namespaces or self.bubblewrap
 
     def names(self) -> Sequence[str]:
         """For a rollout's record."""
@@ -65,14 +70,13 @@ class Layers:
             lines.append("no Landlock: agents can read and write your files and reach any host by TCP")
         elif self.landlock_abi < 3:
             lines.append(f"Landlock {self.landlock_abi} < 3: agents can empty files that they cannot open")
-        apart = self.namespaces or self.bubblewrap
-        if 0 < self.landlock_abi < 4 and not apart:
+        if 0 < self.landlock_abi < 4 and not self.apart:
             lines.append(f"Landlock {self.landlock_abi} < 4: agents can reach any host by TCP")
-        if 0 < self.landlock_abi < 6 and not apart:
+        if 0 < self.landlock_abi < 6 and not self.apart:
             lines.append(f"Landlock {self.landlock_abi} < 6: agents can signal your other processes")
         if not self.seccomp:
             lines.append("no seccomp: agents can use UDP, Unix sockets and ptrace, and read the memory of others")
-        if not apart:
+        if not self.apart:
             lines.append(
                 "no namespaces: agents run as you, can reach any host on the gateway's port and see which files and "
                 "processes there are"

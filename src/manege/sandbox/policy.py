@@ -66,7 +66,7 @@ class Policy:
     def own_network(self) -> bool:
         """Whether it has a network namespace: not where it needs this machine's network, or a port there."""
         reaches_gateway = self.listen_port is None and self.tcp_ports
-        return self.layers.namespaces and not self.host_network and not reaches_gateway
+        return self.layers.apart and not self.host_network and not reaches_gateway
 
 
 def system_paths(policy: Policy) -> Sequence[str]:
@@ -81,7 +81,7 @@ def apply(policy: Policy, *, code: Iterable[str], listable: Iterable[str] = ()) 
     if not is_linux():
         return
     layers = policy.layers
-    if layers.landlock_abi and not layers.namespaces and (policy.terminals or policy.folders):
+    if layers.landlock_abi and not layers.apart and (policy.terminals or policy.folders):
         mounts.change_view(terminals=policy.terminals, folders=policy.folders)
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     drop_capabilities()
@@ -98,7 +98,7 @@ def apply(policy: Policy, *, code: Iterable[str], listable: Iterable[str] = ()) 
         seccomp.install(
             seccomp.build_filter(
                 ARCH,
-                protected_pids=[1] if layers.namespaces else [os.getppid(), *policy.protected_pids],
+                protected_pids=[1] if layers.apart else [os.getppid(), *policy.protected_pids],
                 unix=policy.own_network,
                 udp=policy.host_network,
             )
@@ -107,7 +107,7 @@ def apply(policy: Policy, *, code: Iterable[str], listable: Iterable[str] = ()) 
 
 def _readable(policy: Policy, code: Iterable[str]) -> tuple[Sequence[str], Sequence[str]]:
     """Folders and files to read, and folders to list. In a root of its own there is nothing else."""
-    if policy.layers.namespaces:
+    if policy.layers.apart:
         return ["/"], []
     private = [os.path.realpath(path) for path in policy.private]
     parts = [_split(path, private) for path in (*_SYSTEM, *code, *policy.readable)]
@@ -115,7 +115,7 @@ def _readable(policy: Policy, code: Iterable[str]) -> tuple[Sequence[str], Seque
 
 
 def _more_writable(policy: Policy) -> Sequence[str]:
-    own_root = ("/dev/shm", "/dev/tty", "/tmp") if policy.layers.namespaces else ()
+    own_root = ("/dev/shm", "/dev/tty", "/tmp") if policy.layers.apart else ()
     return [*policy.folders, *(mounts.TERMINALS if policy.terminals else ()), *own_root]
 
 

@@ -23,14 +23,14 @@ def probe() -> Layers:
     layers = Layers(system=sys.platform, landlock_abi=landlock_abi(), seccomp=has_seccomp())
     if layers.system != "linux":
         return layers
-    from manege.sandbox import cgroups, trial, uids, watch  # these need modules that Windows lacks
+    from manege.sandbox import bubblewrap, cgroups, trial, uids, watch  # these need modules that Windows lacks
 
     layers = replace(layers, cgroup=cgroups.find(), notify=watch.available())
     if trial.starts(replace(layers, namespaces=True), overlay=True):
         return replace(layers, namespaces=True, overlay=True, uids=uids.available())
     if trial.starts(replace(layers, namespaces=True), overlay=False):
         return replace(layers, namespaces=True, uids=uids.available())
-    return layers
+    return replace(layers, bubblewrap=bubblewrap.available())
 
 
 def require(config: SandboxConfig, layers: Layers) -> Layers:

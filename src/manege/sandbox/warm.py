@@ -22,7 +22,7 @@ from typing import NoReturn
 from manege.errors import HarnessError
 from manege.programs import import_function
 from manege.sandbox import cgroups
-from manege.sandbox.child import Function, is_apart, run_child
+from manege.sandbox.child import Function, run_child
 from manege.sandbox.code import imported_paths, interpreter_paths
 from manege.sandbox.namespaces import fork_apart
 from manege.sandbox.spec import Exit, ProcessSpec
@@ -131,7 +131,7 @@ def _run(
             run_child(spec, function, code, outputs, reply, pipe, lifeline.fileno(), channel)
 
         def fork() -> int:
-            if spec.policy is None or not is_apart(spec):
+            if spec.policy is None or not spec.policy.layers.namespaces:
                 return os.fork()
             return fork_apart(network=spec.policy.own_network)
 

@@ -1,0 +1,187 @@
+"""The same sandbox where only bubblewrap may make namespaces: what is kept out, what works, and nothing is left."""
+
+import asyncio
+import json
+import os
+import shutil
+import socket
+import threading
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from manege.sandbox import bubblewrap
+from manege.sandbox.launcher import Launcher, search_path
+from manege.sandbox.policy import Policy
+from manege.sandbox.probe import probe
+from manege.sandbox.spec import Limits, ProcessSpec
+from tests.system import boxed_programs
+
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.skipif(not bubblewrap.available(), reason="needs Debian's bubblewrap, and that it may make namespaces"),
+]
+
+PROGRAMS = "tests.system.boxed_programs"
+SCRIPT = str(Path(boxed_programs.__file__).absolute())
+PORT = 18080
+
+
+class Greeting(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"the gateway's answer")
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+async def launcher():
+    opened = Launcher()
+    yield opened
+    await opened.close()
+
+
+@pytest.fixture
+def box(tmp_path):
+    """The request for a program, in a folder that also holds what it must not see."""
+    for name in ("workspace", "home", "scratch", "shown/private", "unlisted"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("shown/file", "shown/private/key", "unlisted/file"):
+        (tmp_path / name).write_text("text")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        policy = Policy(
+            layers=replace(probe(), namespaces=False, overlay=False, uids=False, bubblewrap=True),
+            writable=[str(tmp_path / name) for name in ("workspace", "home", "scratch")],
+            readable=[str(tmp_path / "shown")],
+            private=[str(tmp_path / "shown" / "private")],
+            tcp_ports=[],
+            protected_pids=[os.getpid()],
+            listen_port=PORT,
+        )
+        env = {
+            "PATH": search_path(),
+            "HOME": str(tmp_path / "home"),
+            "LANG": "C.UTF-8",
+            "TMPDIR": str(tmp_path / "scratch"),
+            "GATEWAY": f"http://127.0.0.1:{PORT}",
+            "OTHER_PORT": str(other.getsockname()[1]),
+            "PRIVATE": str(tmp_path / "shown" / "private" / "key"),
+            "READABLE": str(tmp_path / "shown" / "file"),
+            "UNLISTED": str(tmp_path / "unlisted" / "file"),
+        }
+
+        def request(program, **changes):
+            return ProcessSpec(
+                program=program,
+                role="agent",
+                env=env | changes,
+                cwd=str(tmp_path / "workspace"),
+                stdout=str(tmp_path / "stdout"),
+                stderr=str(tmp_path / "stderr"),
+                limits=Limits(memory_bytes=1 << 30, num_processes=64, num_files=256),
+                policy=policy,
+                replies=isinstance(program, str),
+            )
+
+        yield request
+
+
+async def answer_of(launcher, request):
+    """Of a function or a script, while its gateway answers."""
+    servers = []
+
+    def serve(listener):
+        server = HTTPServer(("127.0.0.1", PORT), Greeting, bind_and_activate=False)
+        server.socket.close()
+        server.socket = listener
+        servers.append(server)
+        threading.Thread(target=server.serve_forever, name="gateway").start()
+
+    try:
+        ended = await launcher.run(request, 60, on_listener=serve)
+    finally:
+        for server in servers:
+            await asyncio.to_thread(server.shutdown)
+            server.server_close()
+    assert ended.code == 0, Path(request.stderr).read_text()
+    assert len(servers) == 1
+    return json.loads(Path(request.stdout).read_text() if ended.reply is None else ended.reply)
+
+
+def script(name):
+    return [shutil.which("python3", path=search_path()), SCRIPT, name]
+
+
+@pytest.mark.parametrize("program", [f"{PROGRAMS}:try_out", script("try_out")], ids=["function", "command"])
+async def test_only_what_is_listed_can_be_reached(launcher, box, tmp_path, program):
+    assert await answer_of(launcher, box(program)) == {
+        "read a private file": "ENOENT",
+        "list a private folder": "EACCES",
+        "read what is not listed": "ENOENT",
+        "write to what may be read": "EROFS",
+        "write to the root": "EROFS",
+        "write to the system": "EROFS",
+        "look into the first process": "EACCES",
+        "kill the first process": "EPERM",
+        "reach another port of the host": "ECONNREFUSED",
+        "use netlink": "EAFNOSUPPORT",
+        "make a namespace": "EPERM",
+        "read what may be read": "text",
+        "talk to itself": "said",
+        "ask the gateway": "the gateway's answer",
+    }
+    assert (tmp_path / "workspace" / "mine").read_text() == "written"
+    assert not list((tmp_path / "shown").glob("new"))
+
+
+@pytest.mark.parametrize("program", [f"{PROGRAMS}:look_around", script("look_around")], ids=["function", "command"])
+async def test_it_is_alone_and_powerless(launcher, box, program):
+    seen = await answer_of(launcher, box(program))
+    assert seen["uid"] == 1000
+    assert seen["processes"] == [1, 2]
+    assert seen["host"] == "sandbox"
+    assert {"home", "boot", "srv", "var", "run", "mnt"}.isdisjoint(seen["root"])
+    assert set(seen["environment"]) == {*box(program).env}
+    assert {line.split()[1] for line in seen["powers"]} == {"0" * 16}
+    assert not {"pipe", "socket"} & {*seen["descriptors"]}
+
+
+async def test_what_it_leaves_behind_is_dead(launcher, box, tmp_path):
+    seconds = f"{1_000_000 + os.getpid()}.25"
+    ended = await launcher.run(box(f"{PROGRAMS}:leave_daemons", SECONDS=seconds), 60)
+    assert (ended.code, ended.num_left) == (0, 3)
+    assert commands_with(seconds) == []
+
+
+async def test_a_cancelled_one_is_dead_at_once(launcher, box, tmp_path):
+    seconds = f"{2_000_000 + os.getpid()}.25"
+    running = asyncio.create_task(launcher.run(box(["sleep", seconds]), 600))
+    while not any(words[0] == "sleep" for words in commands_with(seconds)):
+        await asyncio.sleep(0.01)
+    running.cancel()
+    await asyncio.wait([running])
+    assert commands_with(seconds) == []
+
+
+async def test_its_end_is_told_as_it_was(launcher, box):
+    killed = await launcher.run(box(f"{PROGRAMS}:die"), 60)
+    assert (killed.code, killed.signal) == (None, 9)
+    failed = await launcher.run(box(["sh", "-c", "exit 7"]), 60)
+    assert (failed.code, failed.signal) == (7, None)
+
+
+def commands_with(word):
+    """Of all processes of this machine."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().decode(errors="replace").split("\0")
+        except OSError:  # it has just ended
+            continue
+        found += [words] if word in words else []
+    return found
