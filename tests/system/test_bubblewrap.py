@@ -17,6 +17,7 @@ from manege.sandbox.launcher import Launcher, search_path
 from manege.sandbox.policy import Policy
 from manege.sandbox.probe import probe
 from manege.sandbox.spec import Limits, ProcessSpec
+from tests.ordinary_user import run_as_nobody
 from tests.system import boxed_programs
 
 pytestmark = [
@@ -185,3 +186,9 @@ def commands_with(word):
             continue
         found += [words] if word in words else []
     return found
+
+
+@pytest.mark.timeout(300)
+def test_all_of_it_holds_for_an_ordinary_user():
+    output = run_as_nobody(__file__, "not ordinary_user")
+    assert "7 passed, 1 deselected" in output, output
