@@ -120,8 +120,16 @@ class Container:
                 if kind in volume:
                     values = await _values(api, self._pod.namespace, field, volume[kind][key])
                     paths = {item["key"]: item["path"] for item in volume[kind].get("items", [])}
-                    for name in paths or values:
-                        (folder / paths.get(name, name)).write_bytes(values[name])
+                    _place(folder, {paths.get(name, name): values[name] for name in paths or values})
+
+
+def _place(folder, files):
+    """As a kubelet does it, so that all files of a volume can change at once: they are links into a hidden folder."""
+    (folder / "..data").mkdir(exist_ok=True)
+    for name, content in files.items():
+        (folder / "..data" / name).write_bytes(content)
+        if not (folder / name).is_symlink():
+            (folder / name).symlink_to(Path("..data", name))
 
 
 def _child(told):

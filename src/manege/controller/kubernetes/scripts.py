@@ -23,10 +23,10 @@ place() {
     at=$at/${rest%%/*} rest=${rest#*/}
     if [ -L "$at" ] || [ ! -d "$at" ]; then rm -rf "$at" && mkdir "$at" || exit 125; fi
   done
-  rm -rf "$at/$rest" && cp -RP "$1" "$at/$rest" || exit 125
+  rm -rf "$at/$rest" && cp "-R${3:-P}" "$1" "$at/$rest" || exit 125
 }
 """
-"""Copies $1 to the path $2 below the current folder."""
+"""Copies $1 to the path $2 below the current folder; what it is a link to, with the third argument L."""
 
 
 def agent_script(run_s: float) -> str:
@@ -66,7 +66,7 @@ def scorer_script(
         script += f"(cd {shlex.quote(pristine)} && find . {matched} ! -type d) | while IFS= read -r path; do\n"
         script += f'  place {shlex.quote(pristine)}/"$path" "${{path#./}}"\ndone || exit 125\n'
     for path, content in (files or {}).items():
-        script += f"place {shlex.quote(content)} {shlex.quote(path)}\n"
+        script += f"place {shlex.quote(content)} {shlex.quote(path)} L\n"  # a Secret's files are links
     out, verdict = "/tmp/manege-printed", "/tmp/manege-verdict"
     channel = f"{CHANNEL}> {verdict} " if has_channel else ""
     script += f"cd /\n{_timed(score_s, f'< {shlex.quote(stdin)} > {out} {channel}')}cat {out}\n"
