@@ -63,7 +63,7 @@ async def controlling(client, folder, *, name="controller", **changes):
 
 
 def spec(name="r1", **changes):
-    task = Task(id="t", input=changes.pop("input", QUESTION), hidden={"given": "secret"})
+    task = Task(id="t", input=changes.pop("input", QUESTION), hidden=changes.pop("hidden", {"given": "secret"}))
     return RolloutSpec(**({"id": name, "run": "run", "task": task, "max_attempts": 1} | changes))
 
 
