@@ -86,6 +86,29 @@ def test_each_call_is_answered_as_the_table_says(machine, name, arguments, want)
     assert verdict(program, arch.numbers[name], *arguments, audit=arch.audit) == want
 
 
+UNIX, DGRAM = socket.AF_UNIX, socket.SOCK_DGRAM
+OPEN_CASES = [
+    ({"unix": True}, (UNIX, STREAM, 0), 0),
+    ({"unix": True}, (UNIX, DGRAM, 0), 0),
+    ({"unix": True}, (INET, STREAM, 0), 0),
+    ({"unix": True}, (INET, DGRAM, 0), errno.EPROTONOSUPPORT),
+    ({"unix": True}, (16, 3, 0), errno.EAFNOSUPPORT),
+    ({"udp": True}, (INET, DGRAM, 0), 0),
+    ({"udp": True}, (INET, DGRAM | socket.SOCK_CLOEXEC, socket.IPPROTO_UDP), 0),
+    ({"udp": True}, (INET, DGRAM, socket.IPPROTO_ICMP), errno.EPROTONOSUPPORT),
+    ({"udp": True}, (INET, STREAM, MPTCP), errno.EPROTONOSUPPORT),
+    ({"udp": True}, (UNIX, STREAM, 0), errno.EAFNOSUPPORT),
+]
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+@pytest.mark.parametrize(("opened", "arguments", "want"), OPEN_CASES, ids=[f"{case[:2]}" for case in OPEN_CASES])
+def test_unix_sockets_and_udp_can_be_opened_one_by_one(machine, opened, arguments, want):
+    arch = _ARCHS[machine]
+    program = build_filter(arch, protected_pids=[], **opened)
+    assert verdict(program, arch.numbers["socket"], *arguments, audit=arch.audit) == want
+
+
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
 def test_calls_of_a_foreign_architecture_kill(machine):
     program = build_filter(_ARCHS[machine], protected_pids=[])
