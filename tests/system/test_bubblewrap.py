@@ -3,7 +3,9 @@
 import asyncio
 import json
 import os
+import select
 import shutil
+import signal
 import socket
 import threading
 from dataclasses import replace
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from manege.errors import HarnessError
 from manege.sandbox import bubblewrap
 from manege.sandbox.launcher import Launcher, search_path
 from manege.sandbox.policy import Policy
@@ -152,21 +155,28 @@ async def test_it_is_alone_and_powerless(launcher, box, program):
     assert not {"pipe", "socket"} & {*seen["descriptors"]}
 
 
-async def test_what_it_leaves_behind_is_dead(launcher, box, tmp_path):
+async def test_what_it_leaves_behind_is_dead(launcher, box):
     seconds = f"{1_000_000 + os.getpid()}.25"
     ended = await launcher.run(box(f"{PROGRAMS}:leave_daemons", SECONDS=seconds), 60)
     assert (ended.code, ended.num_left) == (0, 3)
-    assert commands_with(seconds) == []
+    assert sleepers(seconds) == []
 
 
-async def test_a_cancelled_one_is_dead_at_once(launcher, box, tmp_path):
-    seconds = f"{2_000_000 + os.getpid()}.25"
-    running = asyncio.create_task(launcher.run(box(["sleep", seconds]), 600))
-    while not any(words[0] == "sleep" for words in commands_with(seconds)):
-        await asyncio.sleep(0.01)
+async def test_a_cancelled_one_is_dead_at_once(launcher, box):
+    running, pid = await start_sleep(launcher, box)
     running.cancel()
     await asyncio.wait([running])
-    assert commands_with(seconds) == []
+    assert not os.path.exists(f"/proc/{pid}")
+
+
+async def test_with_its_supervisor_it_dies(launcher, box):
+    running, pid = await start_sleep(launcher, box)
+    end = os.pidfd_open(pid)
+    os.kill(parent_of(parent_of(parent_of(pid))), signal.SIGKILL)  # beyond the first process inside, and bubblewrap
+    with pytest.raises(HarnessError, match="its supervisor was killed"):
+        await running
+    assert await asyncio.to_thread(select.select, [end], [], [], 30) == ([end], [], [])
+    os.close(end)
 
 
 async def test_its_end_is_told_as_it_was(launcher, box):
@@ -176,19 +186,31 @@ async def test_its_end_is_told_as_it_was(launcher, box):
     assert (failed.code, failed.signal) == (7, None)
 
 
-def commands_with(word):
-    """Of all processes of this machine."""
+async def start_sleep(launcher, box):
+    """Its task and its id."""
+    seconds = f"{2_000_000 + os.getpid()}.25"
+    running = asyncio.create_task(launcher.run(box(["sleep", seconds]), 600))
+    while not (pids := sleepers(seconds)):
+        await asyncio.sleep(0.01)
+    return running, pids[0]
+
+
+def sleepers(seconds):
+    """All of this machine that sleep so long."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            words = path.read_bytes().decode(errors="replace").split("\0")
+            found += [int(path.parent.name)] if path.read_bytes() == f"sleep\0{seconds}\0".encode() else []
         except OSError:  # it has just ended
             continue
-        found += [words] if word in words else []
     return found
+
+
+def parent_of(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 @pytest.mark.timeout(300)
 def test_all_of_it_holds_for_an_ordinary_user():
     output = run_as_nobody(__file__, "not ordinary_user")
-    assert "7 passed, 1 deselected" in output, output
+    assert "8 passed, 1 deselected" in output, output

@@ -1,69 +1,86 @@
 """Root's prepared workspace, edited in place by an attempt's user who owns nothing of it."""
 
-import subprocess
-import sys
+import os
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from manege.sandbox import uids
+from manege.sandbox.launcher import Launcher, search_path
+from manege.sandbox.policy import Policy
+from manege.sandbox.probe import probe
+from manege.sandbox.spec import Limits, Overlay, ProcessSpec
 
-pytestmark = pytest.mark.skipif(not uids.available(), reason="only root, where it has all users, gives some away")
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.skipif(
+        not (uids.available() and probe().namespaces and probe().overlay),
+        reason="needs root, where it has all users, with namespaces and overlays",
+    ),
+]
 
+FILES = ("edited", "removed", "moved")
 EDIT = """
-import os, sys
-from manege.sandbox import idmap, uids
-from manege.sandbox.syscalls import syscall
-
-top, idmapped = sys.argv[1], sys.argv[2] == "idmapped"
-with uids.lease() as uid:
-    syscall("unshare", 0x00020000)
-    syscall("mount", b"none", b"/", b"", 16384 | 1 << 18, b"")
-    os.chdir(top)
-    lower = top + "/lower"
-    if idmapped:
-        with idmap.user_namespace(uid) as namespace:
-            idmap.mount_idmapped(lower, top + "/shown", namespace)
-        lower = top + "/shown"
-    uids.own([top + "/upper", top + "/work"], uid)
-    options = f"lowerdir={lower},upperdir={top}/upper,workdir={top}/work,userxattr"
-    syscall("mount", b"overlay", (top + "/place").encode(), b"overlay", 0, options.encode())
-    os.chdir("place")
-    os.setgroups([])
-    os.setresgid(uid, uid, uid)
-    os.setresuid(uid, uid, uid)
-    with open("code/file", "r+") as file:
-        file.write("NEW")
-    os.unlink("code/other")
-    os.rename("code/third", "third")
-    open("code/added", "w").close()
-    assert os.stat("code").st_uid == os.stat("code/file").st_uid == uid
-    print(open("code/file").read(), *sorted(os.listdir("code")))
+set -e
+printf NEW | dd of=code/edited conv=notrunc status=none
+rm code/removed
+mv code/moved moved
+touch code/added
+stat -c %u code code/edited code/added
+cat code/edited
 """
 
 
 @pytest.fixture
-def edit(tmp_path):
-    for name in ("lower/code", "upper", "work", "place", "shown"):
+async def launcher():
+    opened = Launcher()
+    yield opened
+    await opened.close()
+
+
+async def test_the_attempts_user_edits_what_root_prepared_and_root_keeps_it(launcher, tmp_path):
+    for name in ("lower/code", "upper", "work", "place", "scratch"):
         (tmp_path / name).mkdir(parents=True)
-    for name in ("file", "other", "third"):
-        (tmp_path / "lower" / "code" / name).write_text("old text")
-
-    def run(how):
-        return subprocess.run([sys.executable, "-c", EDIT, tmp_path, how], capture_output=True, text=True)
-
-    return run
-
-
-def test_the_attempts_user_edits_what_root_prepared_and_root_keeps_it(edit, tmp_path):
-    edited = edit("idmapped")
-    assert edited.stdout == "NEW text added file\n", edited.stderr
-    lower = tmp_path / "lower" / "code"
-    assert {path.name: path.read_text() for path in lower.iterdir()} == dict.fromkeys(
-        ("file", "other", "third"), "old text"
-    )
+    lower, upper = tmp_path / "lower" / "code", tmp_path / "upper"
+    for name in FILES:
+        (lower / name).write_text("old text")
+    with uids.lease() as uid:
+        uids.own([str(tmp_path / name) for name in ("upper", "work", "scratch")], uid)
+        policy = Policy(
+            layers=replace(probe(), notify=False),
+            writable=[str(tmp_path / "place"), str(tmp_path / "scratch")],
+            readable=[],
+            private=[],
+            tcp_ports=[],
+            protected_pids=[os.getpid()],
+            uid=uid,
+        )
+        shown = Overlay(
+            place=str(tmp_path / "place"),
+            lower=[str(tmp_path / "lower")],
+            upper=str(upper),
+            work=str(tmp_path / "work"),
+        )
+        ended = await launcher.run(
+            ProcessSpec(
+                program=["sh", "-c", EDIT],
+                role="agent",
+                env={"PATH": search_path(), "TMPDIR": str(tmp_path / "scratch")},
+                cwd=str(tmp_path / "place"),
+                stdout=str(tmp_path / "stdout"),
+                stderr=str(tmp_path / "stderr"),
+                limits=Limits(),
+                policy=policy,
+                overlay=shown,
+            ),
+            60,
+        )
+    assert ended.code == 0, (tmp_path / "stderr").read_text()
+    inside = (tmp_path / "stdout").read_text().split("\n", 3)
+    assert inside == ["1000", "1000", "1000", "NEW text"]
+    assert {path.name: path.read_text() for path in lower.iterdir()} == dict.fromkeys(FILES, "old text")
     assert {path.stat().st_uid for path in [lower, *lower.iterdir()]} == {0}
-    assert (tmp_path / "upper" / "code" / "file").read_text() == "NEW text"
-
-
-def test_without_an_idmapped_mount_it_may_not(edit):
-    assert "PermissionError: [Errno 13] Permission denied: 'code/file'" in edit("plain").stderr
+    assert (upper / "code" / "edited").read_text() == "NEW text"
+    assert {path.lstat().st_uid for path in (upper / "code" / "added", upper / "moved")} == {uid}
+    assert sorted(path.name for path in Path(tmp_path / "place").iterdir()) == []
