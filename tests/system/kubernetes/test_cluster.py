@@ -3,7 +3,11 @@
 import asyncio
 import json
 import os
+import select
+import subprocess
+import sys
 from contextlib import aclosing
+from pathlib import Path
 
 import httpx
 import pytest
@@ -12,6 +16,8 @@ from tests.system.kubernetes.api import Api
 from tests.system.kubernetes.cluster import RESTRICTED
 
 pytestmark = pytest.mark.anyio
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture
@@ -180,6 +186,27 @@ async def test_a_restarted_api_server_keeps_its_data_and_has_forgotten_the_past(
 def test_a_user_without_rights_is_refused(cluster, namespace):
     assert cluster.request("GET", jobs_of(namespace), token=RESTRICTED).status_code == 403
     assert cluster.request("GET", jobs_of(namespace), token="none").status_code == 401
+
+
+def test_nothing_outlives_a_killed_test_run(cluster, tmp_path):
+    code = f"""if True:
+        import pathlib, sys
+        from tests.system.kubernetes.cluster import Cluster
+        cluster = Cluster(pathlib.Path({str(tmp_path)!r}))
+        cluster.start_etcd()
+        pid = cluster._running["etcd"].pid
+        while pathlib.Path(f"/proc/{{pid}}/comm").read_text() != "etcd\\n":
+            pass
+        print(pid, flush=True)
+        sys.stdin.read()
+    """
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as run:
+        etcd = os.pidfd_open(int(run.stdout.readline()))
+        run.kill()
+        ended, _, _ = select.select([etcd], [], [], 30)
+        os.close(etcd)
+    assert ended == [etcd]
 
 
 @pytest.fixture
