@@ -188,7 +188,7 @@ def _set_limits(limits: Limits) -> None:
 
 def _offer_to_oom_killer() -> None:
     """A machine that runs out of memory should lose an agent, not the training."""
-    with open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
+    with open("/proc/self/oom_score_adj", "w", encoding="utf-8") as file:
         file.write("500")
 
 
