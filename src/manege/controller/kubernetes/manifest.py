@@ -89,29 +89,34 @@ def check(config: RunConfig) -> None:
 
 
 def build(
-    claim: Claim, config: RunConfig, *, owner: Owner, namespace: str, gateway_url: str, control: bool = False
+    claim: Claim, config: RunConfig, *, owner: Owner, namespace: str, gateway_url: str, control: str | None = None
 ) -> Manifest:
-    """`control`: without the agent, to see whether the scorer works on a workspace that no agent has touched. Raises
-    HarnessError."""
-    name = job_name(claim, part="control" if control else "")
+    """`control`: a Job of this name without the agent, to see whether the scorer works on a workspace that no agent has
+    touched. Raises HarnessError."""
+    name = job_name(claim, part=control or "")
     rollout, settings = claim.rollout, config.kubernetes
     agent_env = _agent_variables(claim, config, gateway_url)
     scorer = SCORER if rollout.spec.reward_from == "scorer" else None
     if settings.template is None:
-        job = _built(claim, config, control=control)
+        job = _built(claim, config, control=control is not None)
     else:
         visible = {key: value for key, value in agent_env.items() if value != claim.agent_key}
         job = deepcopy(dict(render(
             settings.template, input=rollout.spec.task.input, rollout=_shown(rollout), env=visible, job_name=name
         )))  # fmt: skip
     pod = _pod(job)
-    if control:
+    if control is not None:
         pod["initContainers"] = [entry for entry in pod.get("initContainers") or [] if entry["name"] != AGENT]
-    agent = None if control else _agent_container(pod)
-    if scorer is not None and scorer not in {container["name"] for container in _containers(pod)}:
+    agent = None if control is not None else _agent_container(pod)
+    if scorer is not None and scorer not in {container["name"] for container in pod["containers"]}:
         raise HarnessError(
             'kubernetes.template has no container named "scorer": add one, whose last message is the verdict, or set '
             'scorer.reward_from = "agent"'
+        )
+    if scorer is not None and agent in {container["name"] for container in pod["containers"]}:
+        raise HarnessError(
+            f"kubernetes.template runs the agent ({agent}) beside its scorer: make it an init container, so that it is "
+            "over when the scorer begins"
         )
     policy = network_policy(settings, gateway_url) if settings.network_policy else None
     labels = labels_of(claim, owner)

@@ -20,16 +20,18 @@ from typing import Any
 from manege.client import Claim, Client
 from manege.config import RunConfig
 from manege.controller.engine_failure import check_engine
-from manege.controller.kubernetes.api import Api, ApiAwayError, ApiError
+from manege.controller.kubernetes.api import Api
+from manege.controller.kubernetes.jobs import Jobs
+from manege.controller.kubernetes.journal import Journal
 from manege.controller.kubernetes.judging import judge_agent, read_verdict
-from manege.controller.kubernetes.manifest import Manifest, build, check, owned
+from manege.controller.kubernetes.manifest import Manifest, build, check
 from manege.controller.kubernetes.names import ROLLOUT, Owner, job_name, rollout_label
-from manege.controller.kubernetes.status import OUT_OF_MEMORY, PodView, Seen, look
+from manege.controller.kubernetes.status import OUT_OF_MEMORY, Seen, look
 from manege.controller.kubernetes.view import View
 from manege.controller.outcome import judge_score
 from manege.controller.reach import reach
 from manege.controller.verdict import Verdict
-from manege.errors import ClusterError, ConfigError, ManegeError
+from manege.errors import ConfigError, ManegeError
 from manege.logs import get_logger, kv
 from manege.store.base import Ending
 from manege.types import JsonObject, Outcome
@@ -38,7 +40,10 @@ __all__ = ["KubernetesRunner"]
 
 _LOOK_S = 5.0
 """Between two looks at an attempt of which nothing is heard."""
-_AGAIN_S = 1.0
+_CONTROLS = ("control", "control-1", "control-2")
+"""Jobs with which a scorer is tried on a workspace that no agent has touched: the next one where a cluster failed."""
+_CLOSE_S = 5.0
+"""What is not removed by then, the next controller of that name removes."""
 
 _log = get_logger("kubernetes")
 
@@ -76,9 +81,9 @@ class KubernetesRunner:
         }
         self._apis = apis
         self._clock = clock
-        self._pause_s = 60 / jobs_per_minute
-        self._next_s = 0.0
-        self._policies: set[tuple[str, str, str]] = set()
+        self._jobs = Jobs(jobs_per_minute=jobs_per_minute, clock=clock)
+        self._journal = Journal(client)
+        self._discards: set[asyncio.Task[None]] = set()
 
     async def prepare(self, config: RunConfig) -> None:
         """Raises HarnessError for a run whose attempts cannot be Jobs, ConfigError for a namespace not served."""
@@ -92,12 +97,12 @@ class KubernetesRunner:
             view.start()
         for view in self._all_views():
             await view.synced()
-        known = {name for claim in claims for name in (job_name(claim), job_name(claim, part="control"))}
+        known = {name for claim in claims for name in _names(claim)}
         for view in self._all_views():
             for name, job in list(view.jobs().items()):
                 if self._owner.owns(job["metadata"]["labels"]) and name not in known and not _has_ended(view, job):
                     _log.info(kv("job without a rollout removed", job=name))
-                    await self._remove(view, job)
+                    await self._jobs.remove(view, job)
 
     async def run(self, claim: Claim, config: RunConfig) -> Ending:
         """The whole attempt."""
@@ -109,17 +114,27 @@ class KubernetesRunner:
             return Ending(outcome=Outcome.INFRA_ERROR, message=str(error), evidence=evidence)
 
     async def discard(self, claim: Claim) -> None:
-        """Tries until the API servers have heard it."""
-        for name in (job_name(claim), job_name(claim, part="control")):
+        """Tries until the API servers have heard it; a controller that stops meanwhile waits for them a little."""
+        task = asyncio.create_task(self._discard(claim), name=f"discard {job_name(claim)}")
+        self._discards.add(task)
+        task.add_done_callback(self._discards.discard)
+        await asyncio.shield(task)
+
+    async def _discard(self, claim: Claim) -> None:
+        for name in _names(claim):
             for view in self._all_views():
                 job = view.jobs().get(name)
                 if job is None and not view.is_fresh:
-                    job = await self._find(view, name)
+                    job = await self._jobs.find(view, name)
                 if job is not None and not _has_ended(view, job):
-                    await self._remove(view, job)
+                    await self._jobs.remove(view, job)
 
     async def close(self) -> None:
         """The Jobs go on."""
+        if self._discards:
+            await asyncio.wait(self._discards, timeout=_CLOSE_S)
+        for task in self._discards:
+            task.cancel()
         for view in self._all_views():
             await view.stop()
         for api in self._apis:
@@ -138,7 +153,7 @@ class KubernetesRunner:
             await check_engine(self._client, rollout, calls, has_failed=(outcome, message) != (Outcome.OK, None))
         if manifest.scorer is None or outcome is Outcome.INFRA_ERROR:
             return Ending(outcome=outcome, message=message, evidence=evidence)
-        verdict, control = await self._posted(claim) if seen.scorer is None else None, None
+        verdict, control = await self._journal.posted(claim) if seen.scorer is None else None, None
         if verdict is None:
             verdict = read_verdict(seen, [call.id for call in calls], score_s=limits.score_s)
         if verdict.failure is not None:
@@ -157,11 +172,14 @@ class KubernetesRunner:
 
     async def _control(self, claim: Claim, config: RunConfig, view: View) -> Verdict:
         """What the scorer says of a workspace that no agent has touched."""
-        manifest = self._build(claim, config, view, control=True)
-        followed = await self._follow(claim, config, view, manifest)
-        if followed.seen.fault is not None:
-            return Verdict(reward=None, failure=followed.seen.fault)
-        return read_verdict(followed.seen, [], score_s=config.agent.limits.score_s)
+        fault = None
+        for part in _CONTROLS:
+            manifest = self._build(claim, config, view, control=part)
+            seen = (await self._follow(claim, config, view, manifest)).seen
+            if seen.fault is None:
+                return read_verdict(seen, [], score_s=config.agent.limits.score_s)
+            fault = seen.fault
+        return Verdict(reward=None, failure=fault)
 
     async def _follow(self, claim: Claim, config: RunConfig, view: View, manifest: Manifest) -> _Followed:
         """Make the Job unless there is one, and wait until it is over."""
@@ -172,31 +190,31 @@ class KubernetesRunner:
             view.forget(manifest.name)
 
     async def _follow_kept(self, claim: Claim, config: RunConfig, view: View, manifest: Manifest) -> _Followed:
-        bound = await self._event(claim, "kubernetes.pod", manifest.name)
+        bound = await self._journal.event(claim, "kubernetes.pod", manifest.name)
         uid: str | None = None if bound is None else bound["uid"]
         evidence: dict[str, Any] = {"job": manifest.name, "namespace": view.namespace, "cluster": view.api.name}
         evidence |= {"pod": bound["pod"]} if bound is not None else {}
-        job = await self._find(view, manifest.name)
+        job = await self._jobs.find(view, manifest.name)
         if job is None and uid is None:
-            job = await self._make(view, manifest, pending_s=config.kubernetes.pending_s)
+            job = await self._jobs.make(view, manifest, pending_s=config.kubernetes.pending_s)
         has_secret = False
         pending_until_s = self._clock() + config.kubernetes.pending_s
         while True:
             turn = view.turn(manifest.name)
-            job = view.jobs().get(manifest.name) or await self._confirm(view, manifest.name, job)
+            job = view.jobs().get(manifest.name) or await self._jobs.confirm(view, manifest.name, job)
             pods = view.pods(manifest.name)
             seen = look(job, pods, bound=uid, agent=manifest.agent, scorer=manifest.scorer)
             if seen.is_over and all(each.uid != uid for each in pods):
                 # Jobs and pods are watched apart: its pod may only not have been seen yet.
-                pods = await self._list_pods(view, manifest.name)
+                pods = await self._jobs.list_pods(view, manifest.name)
                 seen = look(job, pods, bound=uid, agent=manifest.agent, scorer=manifest.scorer)
             if uid is None and pods and not seen.is_over:
                 first = min(pods, key=lambda each: (each.pod["metadata"]["creationTimestamp"], each.uid))
                 uid, evidence["pod"] = first.uid, first.pod["metadata"]["name"]
-                await self._note(claim, "kubernetes.pod", job=manifest.name, uid=uid, pod=evidence["pod"])
+                await self._journal.note(claim, "kubernetes.pod", job=manifest.name, uid=uid, pod=evidence["pod"])
                 continue
             if uid is not None and job is not None and not has_secret and not seen.is_over:
-                has_secret = await self._give_keys(view, manifest, job)
+                has_secret = await self._jobs.give_keys(view, manifest, job)
                 continue
             if seen.is_over:
                 return _Followed(seen=seen, evidence=evidence)
@@ -210,97 +228,10 @@ class KubernetesRunner:
                 async with asyncio.timeout(_LOOK_S):
                     await turn.wait()
 
-    async def _make(self, view: View, manifest: Manifest, *, pending_s: float) -> JsonObject:
-        """Raises ApiError for what the API refuses."""
-        await self._take_turn()
-        until_s = self._clock() + pending_s
-        while True:
-            try:
-                await self._make_policy(view, manifest)
-                return await view.api.create(manifest.job)
-            except ApiAwayError as error:
-                _log.warning(str(error))
-                until_s = self._clock() + pending_s
-            except ApiError as error:
-                if error.http_status == 409 and (found := await self._find(view, manifest.name)) is not None:
-                    return found
-                if not error.may_pass and error.http_status != 409:
-                    raise
-                if self._clock() > until_s:
-                    raise
-            await asyncio.sleep(_AGAIN_S)
-
-    async def _make_policy(self, view: View, manifest: Manifest) -> None:
-        if manifest.policy is None:
-            return
-        key = view.api.name, view.namespace, manifest.policy["metadata"]["name"]
-        if key in self._policies:
-            return
-        try:
-            meta = {**manifest.policy["metadata"], "namespace": view.namespace}
-            await view.api.create({**manifest.policy, "metadata": meta})
-        except ApiError as error:
-            if error.http_status != 409:
-                raise
-        self._policies.add(key)
-
-    async def _give_keys(self, view: View, manifest: Manifest, job: JsonObject) -> bool:
-        """Whether the Secret is there now. Raises ApiError for what the API refuses."""
-        try:
-            await view.api.create(owned(manifest.secret, job))
-        except ApiAwayError as error:
-            _log.warning(str(error))
-            return False
-        except ApiError as error:
-            if error.may_pass:
-                return False
-            if error.http_status != 409:
-                raise
-        return True
-
-    async def _find(self, view: View, name: str) -> JsonObject | None:
-        """The Job, as soon as the API server can say whether there is one."""
-        while True:
-            if (known := view.jobs().get(name)) is not None:
-                return known
-            try:
-                return await view.api.get("Job", view.namespace, name)
-            except ClusterError as error:
-                await self._pass(error)
-
-    async def _list_pods(self, view: View, job: str) -> list[PodView]:
-        while True:
-            try:
-                found, _ = await view.api.list("Pod", view.namespace, f"job-name={job}")
-                return [PodView(pod=pod) for pod in found]
-            except ClusterError as error:
-                await self._pass(error)
-
-    async def _confirm(self, view: View, name: str, known: JsonObject | None) -> JsonObject | None:
-        """The view does not show a Job that was there: it is gone, or not seen yet, or the view is old."""
-        if not view.is_fresh:
-            return known
-        return await self._find(view, name)
-
-    async def _remove(self, view: View, job: JsonObject) -> None:
-        name, uid = job["metadata"]["name"], job["metadata"]["uid"]
-        while True:
-            try:
-                return await view.api.delete("Job", view.namespace, name, uid=uid)
-            except ClusterError as error:
-                await self._pass(error)
-
-    async def _pass(self, error: ClusterError) -> None:
-        """Wait for what may pass. Raises the error if it will not."""
-        if isinstance(error, ApiError) and not error.may_pass:
-            raise error
-        _log.warning(str(error))
-        await asyncio.sleep(_AGAIN_S)
-
     async def _place(self, claim: Claim, config: RunConfig) -> View:
         """Where its Job is, or shall be; what is left of earlier attempts is removed."""
         rollout = claim.rollout
-        placed = await self._event(claim, "kubernetes.job", job_name(claim))
+        placed = await self._journal.event(claim, "kubernetes.job", job_name(claim))
         if placed is not None and (view := self._views.get(placed["cluster"], {}).get(placed["namespace"])) is not None:
             return view
         fresh = [name for name, views in self._views.items() if self._view_of(views, config).is_fresh]
@@ -308,7 +239,7 @@ class KubernetesRunner:
         digest = hashlib.sha256(f"{rollout.attempt}:{rollout.spec.id}".encode()).digest()
         view = self._view_of(self._views[names[digest[0] % len(names)]], config)
         place = {"cluster": view.api.name, "namespace": view.namespace}
-        await self._note(claim, "kubernetes.job", job=job_name(claim), **place)
+        await self._journal.note(claim, "kubernetes.job", job=job_name(claim), **place)
         await self._remove_earlier(claim)
         return view
 
@@ -320,34 +251,11 @@ class KubernetesRunner:
                 labels = job["metadata"]["labels"]
                 is_earlier = int(labels["manege/attempt"]) < claim.rollout.attempt
                 if labels.get(ROLLOUT) == label and is_earlier and not _has_ended(view, job):
-                    await self._remove(view, job)
+                    await self._jobs.remove(view, job)
 
-    async def _take_turn(self) -> None:
-        now_s = self._clock()
-        self._next_s = max(now_s, self._next_s) + self._pause_s
-        await asyncio.sleep(self._next_s - self._pause_s - now_s)
-
-    async def _posted(self, claim: Claim) -> Verdict | None:
-        """The last reward that a scorer posted with its key."""
-        rollout = claim.rollout
-        events = await reach(lambda: self._client.events(rollout.spec.id, "reward"))
-        own = [event for event in events if event.attempt == rollout.attempt]
-        return Verdict(reward=float(own[-1].data["value"])) if own else None
-
-    async def _event(self, claim: Claim, kind: str, job: str) -> JsonObject | None:
-        rollout = claim.rollout
-        events = await reach(lambda: self._client.events(rollout.spec.id, kind))
-        own = (event.data for event in events if event.attempt == rollout.attempt and event.data.get("job") == job)
-        return next(own, None)
-
-    async def _note(self, claim: Claim, kind: str, **data: Any) -> None:
-        rollout = claim.rollout
-        await reach(lambda: self._client.add_event(rollout.spec.id, rollout.attempt, kind, data))
-
-    def _build(self, claim: Claim, config: RunConfig, view: View, *, control: bool = False) -> Manifest:
+    def _build(self, claim: Claim, config: RunConfig, view: View, *, control: str | None = None) -> Manifest:
         url = (config.kubernetes.gateway_url or self._client.url).rstrip("/")
-        namespace = view.namespace
-        return build(claim, config, owner=self._owner, namespace=namespace, gateway_url=url, control=control)
+        return build(claim, config, owner=self._owner, namespace=view.namespace, gateway_url=url, control=control)
 
     def _view_of(self, views: Mapping[str, View], config: RunConfig) -> View:
         wanted = config.kubernetes.namespace or next(iter(views))
@@ -360,6 +268,11 @@ class KubernetesRunner:
 
     def _all_views(self) -> list[View]:
         return [view for views in self._views.values() for view in views.values()]
+
+
+def _names(claim: Claim) -> list[str]:
+    """Of all Jobs that an attempt may have."""
+    return [job_name(claim), *(job_name(claim, part=part) for part in _CONTROLS)]
 
 
 def _has_ended(view: View, job: JsonObject) -> bool:
