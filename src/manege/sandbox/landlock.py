@@ -8,6 +8,7 @@ Three things it never restricts, so that seccomp must: TCP Fast Open and MPTCP (
 sockets that are not TCP.
 """
 
+import errno
 import os
 import stat
 import struct
@@ -81,5 +82,8 @@ def _allow_path(ruleset: int, path: str, rights: int) -> None:
         if not stat.S_ISDIR(os.fstat(target).st_mode):
             rights &= _FILE_RIGHTS
         syscall("landlock_add_rule", ruleset, _RULE_PATH_BENEATH, struct.pack("=Qi", rights, target), 0)
+    except OSError as error:
+        if error.errno != errno.EBADFD:  # /dev/stdout that is a pipe, which is never restricted
+            raise
     finally:
         os.close(target)

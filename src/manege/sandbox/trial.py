@@ -65,9 +65,6 @@ def _supervise(spec: ProcessSpec) -> NoReturn:
         assert spec.policy is not None
         pid = fork_apart(network=spec.policy.own_network)
         if pid == 0:
-            streams = os.open(os.devnull, os.O_RDWR)  # as a program has them: ours may be pipes, which Landlock refuses
-            for number in range(3):
-                os.dup2(streams, number)
             enter(spec, code=[], lifeline=far_end.detach(), pipe=child_pipe)
             apply(spec.policy, code=[])
             os._exit(0)
