@@ -52,7 +52,7 @@ fi
 # Kubernetes builds outside of module mode, in a GOPATH, as in its own time.
 export GOROOT="$root/usr/lib/go-1.19" GOPATH="$work/go" GOCACHE="$work/cache" GO111MODULE=off CGO_ENABLED=0
 export GOFLAGS="-p=2" GOTMPDIR="$work" PATH="$root/usr/lib/go-1.19/bin:$root/usr/bin:$PATH"
-tree="$GOPATH/src/k8s.io/kubernetes"
+tree="$GOPATH/src/k8s.io/kubernetes" reflect=vendor/github.com/modern-go/reflect2
 if [[ ! -d $tree ]]; then
     (cd "$work/sources" && "${apt[@]}" source --download-only "kubernetes=$source_version")
     rm -rf "$tree.part" && mkdir -p "$tree.part"
@@ -61,6 +61,11 @@ if [[ ! -d $tree ]]; then
     while read -r name; do
         [[ -z $name || $name == \#* ]] || patch -d "$tree.part" -p1 --forward --batch <"$tree.part/debian/patches/$name"
     done <"$tree.part/debian/patches/series"
+    # Its reflect2 walks maps in a way that Go gave up in version 1.18: an API server would die of custom resources.
+    sed -i -e 's/^func mapiterinit(.*/func mapiterinit(rtype, m unsafe.Pointer, it *hiter)/' \
+        -e 's|// rest fields are ignored|rest [6]unsafe.Pointer; more [4]uintptr|' "$tree.part/$reflect/unsafe_link.go"
+    sed -i -e 's/^\treturn &UnsafeMapIterator{$/\tit := new(hiter)\n\tmapiterinit(type2.rtype, *(*unsafe.Pointer)(obj), it)\n&/' \
+        -e 's/hiter: *mapiterinit(.*/hiter: it,/' "$tree.part/$reflect/unsafe_map.go"
     mv "$tree.part" "$tree"
 fi
 cd "$tree"

@@ -66,7 +66,7 @@ async def test_a_job_runs_its_containers_in_turn_on_shared_volumes(api, kubelet,
     secret = {"name": "SECRET", "valueFrom": {"secretKeyRef": {"name": "keys", "key": "key"}}}
     mount = {"volumeMounts": [{"name": "shared", "mountPath": "/shared"}], "env": [secret]}
     first = container('echo "first $SECRET" > /shared/text', name="first", **mount)
-    main = container("cat /shared/text /keys/key > /dev/termination-log; echo $$", **mount)
+    main = container("cat /shared/text /keys/key > /dev/termination-log; echo $$$$", **mount)
     main["volumeMounts"] = [*mount["volumeMounts"], {"name": "keys", "mountPath": "/keys", "readOnly": True}]
     volumes = [{"name": "shared", "emptyDir": {}}, {"name": "keys", "secret": {"secretName": "keys"}}]
     await api.create(jobs_of(namespace), job(main, pod={"initContainers": [first], "volumes": volumes}))
@@ -112,6 +112,7 @@ async def test_a_jobs_deadline_kills_all_that_its_pod_runs(api, kubelet, namespa
     jobs = await api.until(jobs_of(namespace), ends)
     await api.until(pods_of(namespace), lambda pods: pod not in pods)
     assert jobs["work"]["status"]["conditions"][0]["reason"] == "DeadlineExceeded"
+    await runs.over.wait()
     assert runs.containers["main"]._process.returncode == 137
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
