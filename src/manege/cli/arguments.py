@@ -14,7 +14,7 @@ from manege.config import RunConfig, WorkspaceConfig, load_config
 from manege.controller.workspaces.git import is_url
 from manege.errors import ConfigError
 
-__all__ = ["add_gateway_arguments", "add_run_arguments", "connect", "read_run", "scratch_folder"]
+__all__ = ["add_gateway_arguments", "add_run_arguments", "connect", "read_run", "scratch_folder", "with_files_of"]
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, *, optional: bool = False) -> None:
@@ -41,10 +41,10 @@ def read_run(arguments: argparse.Namespace) -> RunConfig:
     folder = arguments.run_file.parent.absolute()
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
-    return _with_files_of(folder, config)
+    return with_files_of(folder, config)
 
 
-def _with_files_of(folder: Path, config: RunConfig) -> RunConfig:
+def with_files_of(folder: Path, config: RunConfig) -> RunConfig:
     """The config with absolute paths, since programs start in other folders, for what is named relative to `folder`."""
 
     def found(word: str) -> str:

@@ -1,4 +1,9 @@
-"""Success on held-out tasks at the run's temperatures, with intervals; trains nothing."""
+"""Success on held-out tasks at the run's temperatures, with intervals; trains nothing.
+
+With --rescore, RUN_FILE is the folder of a run that is over or stopped: its stored rollouts are scored anew, by its
+scorer or by that of the overrides, and have the new rewards from then on, also for a training that goes on. What was
+before stays in their logs.
+"""
 
 import argparse
 import json
@@ -7,6 +12,7 @@ from rich.console import Console
 
 from manege.cli.arguments import add_run_arguments, read_run, scratch_folder
 from manege.cli.parts import check_agents, serving
+from manege.cli.rescoring import execute_rescore
 from manege.errors import ConfigError
 from manege.trainer.collect import GroupFeed, new_nonce
 from manege.trainer.evaluate import evaluate, wilson
@@ -17,18 +23,31 @@ EXAMPLES = """examples:
   manege eval src/manege/recipes/finder/run.toml
   manege eval src/manege/recipes/finder/run.toml model.path=runs/finder/model --json
   manege eval src/manege/recipes/finder/run.toml tasks.num_heldout=32 evaluation.temperatures=[0.0]
+  manege eval --rescore runs/finder --answers
+  manege eval --rescore runs/coder 'scorer.run=["python", "judge.py"]'
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of this verb."""
     add_run_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="data on stdout, one JSON object per temperature")
+    parser.add_argument("--rescore", action="store_true", help="score the stored rollouts of a run folder anew")
+    parser.add_argument(
+        "--answers",
+        action="store_true",
+        help="with --rescore: the scorer reads only calls and output, so score what has no workspace any more, too",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="data on stdout, one JSON object per temperature, or per rollout"
+    )
 
 
 async def execute(arguments: argparse.Namespace) -> int:
     """Evaluate the run's model."""
     console = Console(stderr=arguments.json)
+    if arguments.rescore:
+        await execute_rescore(arguments, console)
+        return 0
     with scratch_folder(read_run(arguments)) as config:
         tasks = load_tasks(config.tasks, "heldout", seed=config.seed)
         if not tasks:

@@ -13,7 +13,7 @@ from manege.config import CreditConfig
 from manege.trainer.algo.fates import SampleRules, reasons
 from manege.trainer.algo.ledger import Reason
 from manege.trainer.credit import CreditedRollout, credit_group, is_flagged, sample_rules, shaped_rewards, why_lost
-from manege.types import TERMINAL, CallId, Rollout, RolloutId
+from manege.types import TERMINAL, CallId, JsonObject, Rollout, RolloutId
 
 __all__ = ["SeenRollout", "header", "look_at", "to_json"]
 
@@ -29,6 +29,8 @@ class SeenRollout:
     advantages: Mapping[CallId, float] | None
     """Of its trained calls; None: nothing to compare it with (yet)."""
     rows: Sequence[CallRow]
+    past: Sequence[JsonObject]
+    """Outcomes and rewards that it had before it was scored anew, the first one first."""
 
     @property
     def rollout(self) -> Rollout:
@@ -47,6 +49,7 @@ async def look_at(stored: StoredRun, rollout_id: RolloutId) -> SeenRollout:
     rules = sample_rules(config.credit, config.train.max_sample_tokens)
     rollouts = credit_group(group, shaped_rewards(group, config.credit), config.credit, rules)
     [credited] = [each for each in rollouts if each.rollout.spec.id == rollout_id]
+    rescored = await stored.source.events(rollout_id, event_type="rescored")
     is_lost = rollout.state in TERMINAL and credited.reward is None
     is_comparable = rollout.spec.is_train and all(each.state in TERMINAL for each in members)
     return SeenRollout(
@@ -57,6 +60,7 @@ async def look_at(stored: StoredRun, rollout_id: RolloutId) -> SeenRollout:
         rows=call_rows(
             credited.forest, [] if is_lost else credited.samples, _reasons(credited, rules, is_lost=is_lost)
         ),
+        past=[event.data["before"] for event in rescored],
     )
 
 
@@ -108,6 +112,9 @@ def reward_text(rollout: Rollout) -> str:
 
 def _worth(seen: SeenRollout) -> str:
     worth = f"reward {reward_text(seen.rollout)}"
+    if seen.past:
+        before = (f"{each['outcome']} {'-' if each['reward'] is None else each['reward']}" for each in seen.past)
+        worth += f" (scored anew; before: {', '.join(before)})"
     if is_flagged(seen.rollout):
         kinds = ", ".join(kind for kind, flags in seen.rollout.evidence["hacks"].items() if flags)
         worth += f", flagged for {kinds} (credit.flagged = {seen.credit.flagged})"
@@ -133,6 +140,7 @@ def to_json(seen: SeenRollout) -> Mapping[str, Any]:
     tokens = {reason.value: count for reason, count in ledger.tokens.items()}
     return {
         "rollout": seen.rollout,
+        "past": seen.past,
         "group_rewards": {each.spec.id: each.reward for each in seen.members},
         "advantages": seen.advantages,
         "num_samples": len(seen.credited.samples),

@@ -18,9 +18,9 @@ from urllib.parse import quote
 from manege.logs import get_logger, kv
 from manege.types import Rollout, Task
 
-__all__ = ["AttemptFolders", "make_folders", "remove_folder", "remove_left_over", "whole_task"]
+__all__ = ["AttemptFolders", "log_folder", "make_folders", "remove_folder", "remove_left_over", "whole_task"]
 
-_ROOT_NAME = re.compile(r"[^.]+\.\d+(\.control)?")
+_ROOT_NAME = re.compile(r"[^.]+\.\d+(\.control|\.rescore)?")
 
 _log = get_logger("controller")
 
@@ -78,7 +78,7 @@ def make_folders(folder: Path, rollout: Rollout, *, suffix: str = "", uid: int |
     name = _file_name(rollout.spec.id)
     folders = AttemptFolders(
         root=folder / "workspaces" / f"{name}.{rollout.attempt}{suffix}",
-        logs=folder / "rollouts" / name / f"{rollout.attempt}{suffix}",
+        logs=log_folder(folder, rollout, suffix=suffix),
         uid=uid,
     )
     folders.remove()
@@ -89,6 +89,11 @@ def make_folders(folder: Path, rollout: Rollout, *, suffix: str = "", uid: int |
     task = rollout.spec.task
     folders.task_file.write_text(json.dumps({"id": task.id, "input": task.input}), encoding="utf-8")
     return folders
+
+
+def log_folder(folder: Path, rollout: Rollout, *, suffix: str = "") -> Path:
+    """What is kept of the rollout's last attempt."""
+    return folder / "rollouts" / _file_name(rollout.spec.id) / f"{rollout.attempt}{suffix}"
 
 
 def remove_left_over(folder: Path) -> None:

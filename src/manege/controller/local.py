@@ -142,6 +142,7 @@ class LocalRunner:
     ) -> AsyncIterator[tuple[AttemptFolders, Sequence[Path]]]:
         """A workspace that no agent has touched, as layers."""
         async with self._sites.make(rollout, config, suffix=".control") as site:
+            await self._sites.give(site)
             yield site.folders, site.layers
 
     async def _report(self, rollout: Rollout, ended: Exit, judgement: Judgement | None) -> JsonObject:
