@@ -38,7 +38,7 @@ class LimitsConfig(Section):
 
 class WorkspaceConfig(Section):
     """What an agent's workspace holds when it begins. It is made once for equal contents, and each rollout gets a view
-    or a cheap copy of it; `{field}` is replaced by that field of the task's input."""
+    or a cheap copy of it; in `source` and `commit`, `{field}` is replaced by that field of the task's input."""
 
     source: str
     """A folder, an archive (.tar, .tar.gz, .tar.xz, .tar.zst, .zip) or a Git repository (with `commit`); a relative
