@@ -1,12 +1,14 @@
 """A real Kubernetes API for the tests of this folder; started once, and a namespace of its own for each test."""
 
 import os
+import subprocess
 import uuid
 
 import pytest
 
 from tests.system.kubernetes.api import Api
 from tests.system.kubernetes.cluster import SCRIPT, Cluster, missing, required
+from tests.system.kubernetes.containers import bubblewrap
 from tests.system.kubernetes.faults import FaultyProxy
 from tests.system.kubernetes.kubelet import Kubelet
 
@@ -15,7 +17,10 @@ def needs(*programs):
     """Skip, or fail where Kubernetes is required, unless the programs have been built."""
     if (name := missing(*programs)) is None:
         return
-    reason = f"{name} has not been built: run {os.path.relpath(SCRIPT)} (ten minutes, once)"
+    _leave_out(f"{name} has not been built: run {os.path.relpath(SCRIPT)} (ten minutes, once)")
+
+
+def _leave_out(reason):
     if required():
         pytest.fail(reason)
     pytest.skip(reason)
@@ -48,6 +53,9 @@ async def kube(cluster):
 @pytest.fixture
 async def kubelet(cluster, namespace, tmp_path):
     """A node that runs the containers of the test's namespace as processes of this machine."""
+    tried = subprocess.run([bubblewrap(), "--unshare-pid", "--ro-bind", "/", "/", "true"], stderr=subprocess.PIPE)
+    if tried.returncode != 0:
+        _leave_out(f"containers cannot be made here: {tried.stderr.decode().strip()}")
     async with Kubelet(cluster, namespaces={namespace}, folder=tmp_path / "node") as running:
         yield running
 

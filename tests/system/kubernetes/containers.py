@@ -26,6 +26,11 @@ class NotReady(Exception):
     """A container cannot be made yet: a Secret or ConfigMap that it names is not there."""
 
 
+def bubblewrap():
+    """The machine's, else the one that lies with Kubernetes."""
+    return shutil.which("bwrap") or str(built() / "root/usr/bin/bwrap")
+
+
 class Container:
     """One container of a pod; `await start()`, then `await ended()`."""
 
@@ -90,7 +95,7 @@ class Container:
             pass
 
     def _box(self, variables, telling):
-        words = [shutil.which("bwrap") or str(built() / "root/usr/bin/bwrap"), "--die-with-parent", "--unshare-pid"]
+        words = [bubblewrap(), "--die-with-parent", "--unshare-pid"]
         words += ["--as-pid-1", "--info-fd", str(telling), "--proc", "/proc", "--dev", "/dev"]
         words += ["--tmpfs", "/tmp", "--tmpfs", "/var", "--tmpfs", "/run"]
         for entry in Path("/").iterdir():
