@@ -60,7 +60,7 @@ mount -t sysfs sysfs /sys
 mount -t cgroup2 cgroup2 /sys/fs/cgroup
 mount -t tmpfs tmpfs /tmp
 cd {folder}
-export PYTHONDONTWRITEBYTECODE=1
+export PYTHONDONTWRITEBYTECODE=1 HYPOTHESIS_STORAGE_DIRECTORY=/tmp
 {python} -c 'from manege.sandbox import cgroups; print("kind of groups:", cgroups.find())'
 {python} -m pytest -vv --color=no -p no:cacheprovider -k "not v2_alone" {tests}
 halt -f
