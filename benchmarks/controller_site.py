@@ -15,7 +15,7 @@ from manege.model.folder import open_folder
 from manege.rendering.select import renderer_for
 from manege.sandbox.probe import probe
 from manege.store.sql import SqlStore
-from manege.types import RolloutSpec, Task
+from manege.types import Outcome, RolloutSpec, Task
 
 KEY = "mo-bench"
 
@@ -60,17 +60,19 @@ async def site(folder, *, agent, scorer, slots):
     await store.close()
 
 
-async def settle(client, names):
-    """The rollouts of these names, made and ended."""
+async def settle(client, names, *, scored=True):
+    """The rollouts of these names, made and ended; scored, or left to the agent to judge."""
     cursor = (await client.terminal(run="bench", after=0, limit=1000)).cursor
     task = Task(id="t", input={})
-    await client.create_rollouts([RolloutSpec(id=name, run="bench", task=task) for name in names])
+    reward_from = "scorer" if scored else "agent"
+    specs = [RolloutSpec(id=name, run="bench", task=task, reward_from=reward_from) for name in names]
+    await client.create_rollouts(specs)
     ended = []
     while len(ended) < len(names):
         page = await client.terminal(run="bench", after=cursor, wait_s=30)
         ended += page.rollouts
         cursor = page.cursor
-    failed = [rollout.message for rollout in ended if rollout.reward is None]
+    failed = [each.message for each in ended if each.outcome is not Outcome.OK or (scored and each.reward is None)]
     if failed:
         raise SystemExit(f"{len(failed)} rollouts failed: {failed[0]}")
     return ended

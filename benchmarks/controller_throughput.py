@@ -2,10 +2,11 @@
 
     python benchmarks/controller_throughput.py [--reference PYTHON] [--rollouts 64] [--poll 0.2]
 
-Ours: gateway, store and controller in one process, each agent in the full sandbox and scored after it. PYTHON: an
-interpreter that has Agent Lightning 1.0.2 and openai; its server and its local controller then carry out the same
-agent, in turns with ours, and the ratio is printed. It neither isolates nor scores; `--poll` is the seconds between two
-of its looks (its default is 10). Sixteen agents at once on both sides. Prints JSON.
+Ours: gateway, store and controller in one process, each agent in the full sandbox. PYTHON: an interpreter that has
+Agent Lightning 1.0.2 and openai; its server and its local controller then carry out the same agent, in turns with ours,
+and the ratio is printed. It neither isolates nor scores, so ours is measured with a scorer, in a sandbox of its own, as
+well as without. `--poll` is the seconds between two of its looks (its default is 10). Sixteen agents at once on both
+sides. Prints JSON.
 """
 
 import argparse
@@ -28,7 +29,8 @@ from manege.sandbox.probe import probe
 HERE = Path(__file__).parent
 SLOTS = 16
 ROUNDS = 3
-NUM_CALLS = (0, 1)
+CASES = {"no call": (0, False), "one call": (1, False), "one call, ours scored": (1, True)}
+"""Number of calls, and whether ours is scored."""
 
 OURS = """
 import os
@@ -112,21 +114,21 @@ def wait_for(http):
     raise SystemExit("the reference's server does not answer")
 
 
-async def measure(arguments, num_calls, folder):
+async def measure(arguments, num_calls, scored, folder):
     """Seconds and rollouts of both sides."""
     seconds = {"ours": 0.0, "reference": 0.0}
     numbers = {"ours": 0, "reference": 0}
     async with contextlib.AsyncExitStack() as stack:
         agent = OURS.format(num_calls=num_calls)
         client = await stack.enter_async_context(site(folder, agent=agent, scorer=SCORER, slots=SLOTS))
-        await settle(client, ["warm"])
+        await settle(client, ["warm"], scored=scored)
         carry_out = None
         if arguments.reference:
             carry_out = stack.enter_context(reference_site(arguments.reference, folder, num_calls, arguments.poll))
             await asyncio.to_thread(carry_out, 1)
         for number in range(ROUNDS):
             began_s = time.perf_counter()
-            await settle(client, [f"{number}-{each}" for each in range(arguments.rollouts)])
+            await settle(client, [f"{number}-{each}" for each in range(arguments.rollouts)], scored=scored)
             seconds["ours"] += time.perf_counter() - began_s
             numbers["ours"] += arguments.rollouts
             if carry_out is not None:
@@ -144,12 +146,12 @@ def main():
     parser.add_argument("--poll", type=float, default=0.2)
     arguments = parser.parse_args()
     results = {}
-    for num_calls in NUM_CALLS:
+    for case, (num_calls, scored) in CASES.items():
         with tempfile.TemporaryDirectory() as name:
-            rates = asyncio.run(measure(arguments, num_calls, Path(name)))
-        results[f"{num_calls} calls"] = {f"{side}_rollouts_per_s": rate for side, rate in rates.items()}
+            rates = asyncio.run(measure(arguments, num_calls, scored, Path(name)))
+        results[case] = {f"{side}_rollouts_per_s": rate for side, rate in rates.items()}
         if "reference" in rates:
-            results[f"{num_calls} calls"]["ratio"] = rates["ours"] / rates["reference"]
+            results[case]["ratio"] = rates["ours"] / rates["reference"]
     print(json.dumps(results | {"sandbox": list(probe().names()), "load": os.getloadavg()[0]}, indent=2))
 
 

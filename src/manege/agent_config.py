@@ -23,9 +23,9 @@ class LimitsConfig(Section):
     score_s: PositiveFloat = 60
     cleanup_s: PositiveFloat = 20
     memory_mb: PositiveInt = 4096
-    """Address space of each process of the agent."""
+    """Memory of all its processes together where the machine has cgroups, else address space of each."""
     num_processes: PositiveInt = 256
-    """Processes of the agent at once."""
+    """At once. In a cgroup a fork beyond it fails (four threads may go with each), else the attempt ends."""
     file_mb: PositiveInt = 1024
     """Size of one file that the agent writes."""
     num_files: PositiveInt = 1024
