@@ -7,7 +7,6 @@ import select
 import signal
 import struct
 import termios
-from contextlib import suppress
 
 import pytest
 
@@ -53,12 +52,11 @@ class Person:
         return self.sees("end\r\n").partition("echo en''d")[2]
 
     def leave(self):
-        os.set_blocking(self._ours, False)
-        code = self.process.wait(60)
-        with suppress(OSError):
-            while part := os.read(self._ours, 4096):
-                self.shown += part.decode(errors="replace")
-        return code, self.shown
+        """Wait for the end of it all; its exit code, and what was shown up to there."""
+        while self.process.poll() is None or select.select([self._ours], [], [], 0)[0]:
+            if select.select([self._ours], [], [], 0.1)[0]:
+                self.shown += os.read(self._ours, 4096).decode(errors="replace")
+        return self.process.returncode, self.shown
 
     def close(self):
         self.process.kill()
@@ -117,6 +115,7 @@ def test_keys_and_the_size_of_the_window_are_the_shells(sits):
     person.process.send_signal(signal.SIGWINCH)
     while "10 33" not in person.run("stty size"):
         pass
+    person.sees("sandbox$ ")  # before, it would not be the end of the input
     person.type("\x04")
     assert person.leave()[0] == 0
 
