@@ -10,7 +10,7 @@ from pathlib import Path
 
 from manege.cli.parts import FolderLock
 from manege.client import Client
-from manege.config import RunConfig, WorkspaceConfig, load_config
+from manege.config import KubernetesConfig, RunConfig, WorkspaceConfig, load_config
 from manege.controller.workspaces.git import is_url
 from manege.errors import ConfigError
 
@@ -80,8 +80,21 @@ def with_files_of(folder: Path, config: RunConfig) -> RunConfig:
                 update={"train": found(tasks.train), "heldout": found(tasks.heldout or "") or None}
             ),
             "sandbox": config.sandbox.model_copy(update={"readable": readable}),
+            "kubernetes": _with_template_of(folder, config.kubernetes),
         }
     )
+
+
+def _with_template_of(folder: Path, kubernetes: KubernetesConfig) -> KubernetesConfig:
+    """The text of a template file, since who makes Jobs of it is elsewhere."""
+    named = kubernetes.template
+    if named is None or "\n" in named:
+        return kubernetes
+    try:
+        text = (folder / named).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"kubernetes.template = {named!r} cannot be read: {error}") from error
+    return kubernetes.model_copy(update={"template": text + "\n"})
 
 
 def connect(arguments: argparse.Namespace) -> Client:
