@@ -30,5 +30,5 @@ def test_a_template_may_stand_in_the_run_file(tmp_path):
 
 
 def test_a_template_that_is_not_there_is_named(tmp_path):
-    with pytest.raises(ConfigError, match="kubernetes.template = 'none.yaml' cannot be read"):
+    with pytest.raises(ConfigError, match=r"kubernetes\.template = 'none\.yaml' cannot be read"):
         read(tmp_path, '"none.yaml"')
