@@ -38,7 +38,8 @@ async def test_a_scorer_sees_the_workspace_and_nothing_else_of_the_agent(client,
     agent = sh('echo mine > file; echo planted > "$HOME/file"; echo planted > "$TMPDIR/file"')
     scorer = sh(
         'cd "$MANEGE_WORKSPACE" && test "$(cat file)" = mine && ! grep -rs planted "$HOME" "$TMPDIR" '
-        f'&& ! ls {tmp_path}/rollouts && ! test -r {tmp_path}/store.db && ! ls "$MANEGE_WORKSPACE/.." | grep -E "home|scratch|task" && echo 1'
+        f"&& ! ls {tmp_path}/rollouts && ! test -r {tmp_path}/store.db "
+        '&& ! ls "$MANEGE_WORKSPACE/.." | grep task && echo 1'
     )
     rollout = await scored(client, tmp_path, agent, scorer)
     assert (rollout.outcome, rollout.reward) == (Outcome.OK, 1.0), rollout.message
