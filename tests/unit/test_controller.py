@@ -170,7 +170,7 @@ def test_scoring_can_only_worsen_an_outcome(before, verdict, control, after):
 
 
 def rollout(**changes):
-    task = Task(id="t", input={"question": "why?", "number": 3, "list": [1, "ä"]}, hidden={"answer": 42})
+    task = Task(id="t", input={"question": "why?", "number": 3, "list": [1, "ä"]}, hidden={"answer": "forty-two"})
     spec = RolloutSpec(**({"id": "r1", "run": "run", "task": task} | changes))
     return Rollout(spec=spec, state=RolloutState.RUNNING, attempt=1, created_s=0)
 
@@ -194,7 +194,7 @@ def test_an_agent_finds_its_model_its_task_and_nothing_hidden(tmp_path):
     mapped = {name: environment[name] for name in ("QUESTION", "N", "LIST", "JSON")}
     assert mapped == {"QUESTION": "Q: why?", "N": "3", "LIST": '[1, "ä"]', "JSON": '{"a": 1}'}
     assert json.loads(folders.task_file.read_text()) == {"id": "t", "input": rollout().spec.task.input}
-    assert "42" not in json.dumps(environment)
+    assert "forty-two" not in json.dumps(environment)
 
 
 def test_a_validation_rollout_has_its_own_path(tmp_path):
