@@ -324,6 +324,21 @@ async def test_agents_that_cannot_be_isolated_are_refused(client, tmp_path):
         Controller(client, name="c", folder=tmp_path, config=ControllerConfig(), sandbox=SandboxConfig(mode="off"))
 
 
+async def test_a_run_that_wants_strict_isolation_is_not_carried_out_without(client, tmp_path):
+    """By a controller that was started for less."""
+    run = run_config("nothing").model_dump(mode="json") | {"sandbox": {"mode": "strict"}}
+    await client.put_run("run", run)
+    off = SandboxConfig(mode="off", unsafe=True)
+    controller = Controller(client, name="c", folder=tmp_path, config=ControllerConfig(), sandbox=off)
+    running = asyncio.create_task(controller.run())
+    (rollout,) = await settle(client, spec(max_attempts=1))
+    running.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        await running
+    assert rollout.outcome is Outcome.INFRA_ERROR
+    assert "strict" in rollout.message
+
+
 async def test_a_wrong_key_ends_the_controller_with_its_message(gateway, tmp_path):
     async with Client(gateway.url, "mo-wrong") as stranger:
         controller = Controller(stranger, name="c", folder=tmp_path, config=ControllerConfig(), sandbox=UNSAFE)

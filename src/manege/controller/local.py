@@ -28,6 +28,7 @@ from manege.controller.workspaces.cache import Workspaces
 from manege.errors import ManegeError
 from manege.sandbox.launcher import Launcher
 from manege.sandbox.layers import Layers
+from manege.sandbox.probe import require
 from manege.sandbox.spec import Exit
 from manege.store.base import Ending
 from manege.types import JsonObject, Outcome, Rollout
@@ -54,8 +55,8 @@ class LocalRunner:
         keep_workspaces: bool,
         terminal: str | None = None,
     ) -> None:
-        """`folder`: of the run. `layers`: what to enforce on agents. `readable`: what they may read beside system,
-        interpreter and their own code. `terminal`: path of a pseudo-terminal where somebody sits, for a shell that
+        """`folder`: of the run. `layers`: what to enforce on agents. `readable`: what they may read beside what
+        their run names. `terminal`: path of a pseudo-terminal where somebody sits, for a shell that
         takes the agent's place."""
         self.folder, self._terminal = folder, terminal
         self._launcher, self._client, self._layers, self._readable = launcher, client, layers, readable
@@ -65,7 +66,10 @@ class LocalRunner:
         )
 
     async def prepare(self, config: RunConfig) -> None:
-        """Start the warm parents of a run's programs. Raises HarnessError for one that cannot be started."""
+        """Start the warm parents of a run's programs. Raises HarnessError for one that cannot be started, SandboxError
+        for a run that wants more isolation than there is here."""
+        if config.sandbox.mode == "strict":
+            require(config.sandbox, self._layers)
         await self._launcher.check(find_program(config.agent), role="agent")
         if config.agent.setup is not None:
             await self._launcher.check(config.agent.setup, role="setup", preload=_PRELOAD)
@@ -110,7 +114,7 @@ class LocalRunner:
             site.folders,
             client=self._client,
             layers=self._layers,
-            readable=self._readable,
+            readable=[*self._readable, *config.sandbox.readable],
             private=[self.folder],
             overlay=site.overlay,
         )

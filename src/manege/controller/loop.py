@@ -31,6 +31,7 @@ from manege.errors import (
     HarnessError,
     ManegeError,
     NotFoundError,
+    SandboxError,
     StoreError,
     UnavailableError,
 )
@@ -233,7 +234,7 @@ class Controller:
     async def _carry_out(self, claim: Claim) -> Ending:
         try:
             config = await self._run_config(claim.rollout.spec.run)
-        except (ConfigError, HarnessError, NotFoundError, UnavailableError, StoreError) as error:
+        except (ConfigError, HarnessError, NotFoundError, SandboxError, UnavailableError, StoreError) as error:
             return Ending(outcome=Outcome.INFRA_ERROR, message=str(error))
         return await self._runner.run(claim, config)
 
