@@ -1,5 +1,7 @@
 """Whatever nodes, people and the API server do to an attempt, it ends, and the agent is not blamed."""
 
+import asyncio
+
 import pytest
 
 from manege.types import Outcome
@@ -165,3 +167,16 @@ async def test_an_api_server_that_is_away_while_an_agent_runs_and_ends_is_waited
 
 def _over(objects):
     return any(entry["status"].get("conditions") for entry in objects.values())
+
+
+async def test_an_api_server_that_has_forgotten_what_was_watched_is_asked_anew(
+    client, cluster, namespace, kubelet, kube, tmp_path
+):
+    await client.put_run("run", run_config(waits_for(tmp_path / "go", DONE)).model_dump(mode="json"))
+    async with controlling(client, tmp_path, api_of(cluster, namespace)):
+        await client.create_rollouts([spec("r")])
+        await under_way(client, kube, namespace, "r")
+        await asyncio.to_thread(cluster.restart_apiserver, compact=True)
+        (tmp_path / "go").touch()
+        (end,) = await ended(client, "r")
+    assert (end.outcome, end.reward, end.attempt) == (Outcome.OK, 1.0, 0)
