@@ -15,8 +15,8 @@ class KubernetesConfig(Section):
     """How an attempt becomes a Job, for `manege controller --runner kubernetes`."""
 
     template: str | None = None
-    """A Jinja template of a Job, with `input`, `rollout`, `env` and `job_name`: a file beside the run file, or its text;
-    None: built from `image` and `agent.run`."""
+    """A Jinja template of a Job, with `input`, `rollout`, `env` and `job_name`: a file beside the run file, or its
+    text; None: built from `image` and `agent.run`."""
     image: str | None = None
     """The agent's image."""
     scorer_image: str | None = None
