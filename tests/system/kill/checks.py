@@ -3,7 +3,7 @@
 import asyncio
 import json
 import socket
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 
 from manege.cli.parts import FolderLock
 from manege.store.reading import StoreReader
@@ -58,18 +58,19 @@ async def _check_acknowledged(site, reader):
 
 def _check_ends(site, rollouts, blamed):
     """Every reward of a scorer whose attempt counted is there, and nobody is blamed for what others did."""
-    scored = [json.loads(line) for line in (site.stage / "scored.jsonl").read_text().splitlines()]
-    given = [(row["rollout"], row["attempt"]) for row in scored]
-    rewards = {(row["rollout"], row["attempt"]): row["reward"] for row in scored}
     unclean = []
     for rollout in rollouts:
         key = (rollout.spec.id, rollout.attempt)
         if rollout.outcome is Outcome.OK:
-            assert given.count(key) == 1, (key, given)
-            assert rollout.reward == rewards[key], rollout
+            [said] = (_logs(site, rollout) / "scorer.txt").read_text().splitlines()
+            assert json.loads(said) == {"reward": rollout.reward}, rollout
         if rollout.outcome is not Outcome.OK or rollout.evidence["exit_code"] != 0:
             unclean.append((key, rollout.outcome, rollout.message, rollout.evidence))
     assert len(unclean) == blamed, unclean
+
+
+def _logs(site, rollout):
+    return site.agents / "rollouts" / quote(rollout.spec.id, safe="").replace(".", "%2E") / str(rollout.attempt)
 
 
 def _check_groups(site, rollouts):

@@ -48,7 +48,11 @@ class Site:
         self._http = httpx.Client(base_url=self.url, trust_env=False, timeout=30)
         self._seen = set()
         self._has_paused = False
-        self._changes = [f"folder={self.run}", f"tasks.options.stage={self.stage}", f"train.steps={steps}", *changes]
+        self._changes = [
+            *(f"folder={self.run}", f"train.steps={steps}"),
+            *(f"tasks.options.stage={self.stage}", f'scorer.readable=["{self.stage}"]'),
+            *changes,
+        ]
         self.parts = self._apart(slots) if apart else self._together(slots)
 
     def _together(self, slots):
