@@ -20,7 +20,7 @@ def manege(*arguments, stdin=None, stdout=subprocess.PIPE, stderr=subprocess.PIP
     return subprocess.Popen(command, cwd=ROOT, **files, env=env, text=True, encoding="utf-8")
 
 
-def finish(process, timeout_s=170):
+def finish(process, timeout_s=300):
     try:
         out, err = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
@@ -60,7 +60,7 @@ def descendants_of(folder):
     return found
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(400)
 def test_reward_rises_through_all_parts(tmp_path):
     folder = tmp_path / "run"
     code, out, err = finish(manege("train", RUN_FILE, f"folder={folder}"))

@@ -69,7 +69,8 @@ class Scorer:
         """`finished`, `pristine`: workspaces as layers, the topmost first. What is wrong with them, or comes of them,
         is the verdict's failure. Raises HarnessError if the scorer cannot be started at all."""
         own = folders.root / "scorer"
-        await asyncio.to_thread(shutil.rmtree, own, ignore_errors=True)
+        if own.exists():  # left by one that was killed
+            await asyncio.to_thread(shutil.rmtree, own, ignore_errors=True)
         own.mkdir(mode=0o700)
         try:
             view = await asyncio.to_thread(self._view, config, task, own, folders, finished, pristine)

@@ -8,6 +8,7 @@ https://systemd.io/UIDS-GIDS/
 
 import contextlib
 import errno
+import itertools
 import os
 import random
 import socket
@@ -41,7 +42,7 @@ def lease(among: range = _RANGE) -> Iterator[int]:
     """A user id, and group id, that no other attempt of this machine has. Raises SandboxError."""
     # Anywhere in the range: an id that was just given back may still own what is being removed.
     start = random.randrange(len(among))
-    for uid in (*among[start:], *among[:start]):
+    for uid in itertools.chain(among[start:], among[:start]):
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as holder:
             try:
                 holder.bind(f"\0manege-uid-{uid}")
