@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import uuid
 from contextlib import ExitStack, contextmanager
@@ -209,6 +210,16 @@ async def test_the_system_is_bare_read_only_and_gives_no_power(run):
         assert found.pop(f"write {path}") == "no: EROFS"
     assert [result for result in found.values() if not result.startswith("no: ")] == [], found
     assert Path("/proc/sys/kernel/core_pattern").read_text() == before
+
+
+async def test_a_workspace_in_shared_memory_is_there_and_nothing_else_of_it(launcher):
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder, tempfile.NamedTemporaryFile(dir="/dev/shm"):
+        box = Box(Path(folder))
+        script = "echo kept > file; echo mine > /dev/shm/own; ls /dev/shm | grep -v own"
+        ended = await launcher.run(box.spec(["sh", "-c", script], listen_port=PORT), 30)
+        assert (ended.code, box.stdout) == (0, f"{Path(folder).name}\n"), box.stderr
+        assert (box.workspace / "file").read_text() == "kept\n"
+    assert not Path("/dev/shm/own").exists()
 
 
 def way_to_interpreter(home):

@@ -24,7 +24,8 @@ _SECRET = "/.hidden"
 """A file without rights, shown in place of hidden ones."""
 _DEVICES = ("full", "null", "random", "tty", "urandom", "zero")
 _LINKS = {"fd": "/proc/self/fd", "stdin": "fd/0", "stdout": "fd/1", "stderr": "fd/2", "ptmx": "pts/ptmx"}
-_SHARED_MEMORY = "mode=1777,size=64m"
+_SHARED_MEMORY = "/dev/shm"
+_SHARED_MEMORY_SIZE = "mode=1777,size=64m"
 """Docker's default size; it counts as memory of nobody."""
 
 
@@ -83,6 +84,8 @@ def build(places: Sequence[Place], *, links: Mapping[str, str], files: Mapping[s
     os.mkdir(_BASE + _OUTSIDE)
     pivot(_BASE, _OUTSIDE)
     os.close(os.open(_SECRET, os.O_CREAT | os.O_WRONLY, 0))
+    os.makedirs(_SHARED_MEMORY)
+    mount("tmpfs", _SHARED_MEMORY, _SHARED_MEMORY_SIZE)  # first: places may lie in it
     for place in places:
         _show(place)
     for path, target in links.items():
@@ -99,9 +102,8 @@ def build(places: Sequence[Place], *, links: Mapping[str, str], files: Mapping[s
     unmount(_OUTSIDE)
     os.rmdir(_OUTSIDE)
     protect("/", below=True)
-    for path in ["/proc", *(place.path for place in places if place.access is Access.WRITE)]:
+    for path in ["/proc", _SHARED_MEMORY, *(place.path for place in places if place.access is Access.WRITE)]:
         protect(path, read_only=False)
-    mount("tmpfs", "/dev/shm", _SHARED_MEMORY)
     if terminals:
         mount_terminals()
 
@@ -149,8 +151,8 @@ def _show(place: Place) -> None:
 
 
 def _make_devices(*, terminals: bool) -> None:
-    for folder in ("/dev/shm", *(["/dev/pts"] if terminals else [])):
-        os.makedirs(folder)
+    if terminals:
+        os.makedirs("/dev/pts")
     for name in _DEVICES:
         os.close(os.open(f"/dev/{name}", os.O_CREAT | os.O_WRONLY, 0o644))
         bind(f"{_OUTSIDE}/dev/{name}", f"/dev/{name}")
