@@ -43,6 +43,7 @@ bench: .venv/dev
 	$(BIN)/python benchmarks/engine_speed.py
 	$(BIN)/python benchmarks/train_speed.py
 	$(BIN)/python benchmarks/controller_start.py
+	$(BIN)/python benchmarks/controller_throughput.py
 	$(BIN)/python benchmarks/sample_building.py
 	$(BIN)/python -m benchmarks.async_speedup --folder build/async_speedup
 	$(BIN)/python -m benchmarks.simulate_async --validate build/async_speedup/speedup.json
