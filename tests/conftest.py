@@ -12,6 +12,7 @@ from manege.gateway.app import create_app
 from manege.gateway.server import GatewayServer
 from manege.model.folder import open_folder
 from manege.rendering.select import renderer_for
+from manege.sandbox.launcher import Launcher
 from manege.store.sql import SqlStore
 from tests import postgres
 
@@ -44,6 +45,13 @@ def postgres_url(postgres_server):
     """Of an empty database."""
     with postgres.schema(postgres_server) as url:
         yield url
+
+
+@pytest.fixture
+async def launcher():
+    opened = Launcher()
+    yield opened
+    await opened.close()
 
 
 @pytest.fixture

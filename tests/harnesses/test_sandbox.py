@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from manege.sandbox.launcher import Launcher
 from manege.sandbox.spec import Limits
 from tests.system.test_sandbox import MB, Box, isolated
 
@@ -19,13 +18,6 @@ mounts = pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount on ev
 LIST_TERMINALS = "import os, pty; name = os.ttyname(pty.openpty()[1]); print(name, sorted(os.listdir('/dev/pts')))"
 OWN_MAP = "print(len(open('/proc/self/maps').read()) > 0)"
 MAP_OF_PARENT = "import os; print(open(f'/proc/{os.getppid()}/maps').read())"
-
-
-@pytest.fixture
-async def launcher():
-    opened = Launcher()
-    yield opened
-    await opened.close()
 
 
 @pytest.fixture

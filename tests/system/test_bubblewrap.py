@@ -16,7 +16,7 @@ import pytest
 
 from manege.errors import HarnessError
 from manege.sandbox import bubblewrap
-from manege.sandbox.launcher import Launcher, search_path
+from manege.sandbox.launcher import search_path
 from manege.sandbox.policy import Policy
 from manege.sandbox.probe import probe
 from manege.sandbox.spec import Limits, ProcessSpec
@@ -41,13 +41,6 @@ class Greeting(BaseHTTPRequestHandler):
 
     def log_message(self, *_):
         pass
-
-
-@pytest.fixture
-async def launcher():
-    opened = Launcher()
-    yield opened
-    await opened.close()
 
 
 @pytest.fixture

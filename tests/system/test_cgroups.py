@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from manege.sandbox import cgroups
-from manege.sandbox.launcher import Launcher, search_path
+from manege.sandbox.launcher import search_path
 from manege.sandbox.policy import Policy
 from manege.sandbox.probe import probe
 from manege.sandbox.spec import Limits, ProcessSpec
@@ -65,13 +65,6 @@ export PYTHONDONTWRITEBYTECODE=1 HYPOTHESIS_STORAGE_DIRECTORY=/tmp
 {python} -m pytest -vv --color=no -p no:cacheprovider -k "not v2_alone" {tests}
 halt -f
 """
-
-
-@pytest.fixture
-async def launcher():
-    opened = Launcher()
-    yield opened
-    await opened.close()
 
 
 def spec(folder, program, limits):

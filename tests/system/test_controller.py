@@ -17,6 +17,7 @@ from manege.errors import EngineError, HarnessError, SandboxError, UnauthorizedE
 from manege.sandbox.probe import probe
 from manege.types import Outcome, RolloutSpec, RolloutState, Task
 from tests.conftest import OPERATOR_KEY
+from tests.controllers import beside
 from tests.ordinary_user import run_as_nobody
 from tests.system.kill.processes import working_in
 
@@ -53,13 +54,8 @@ def run_config(agent="nothing", scorer="score_one", *, limits=None, **changes):
 async def controlling(client, folder, *, name="controller", **changes):
     config = ControllerConfig(**({"slots": 8} | changes))
     controller = Controller(client, name=name, folder=folder, config=config, sandbox=UNSAFE)
-    task = asyncio.create_task(controller.run())
-    try:
+    async with beside(controller):
         yield controller
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
 
 
 def spec(name="r1", **changes):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from manege.sandbox import uids
-from manege.sandbox.launcher import Launcher, search_path
+from manege.sandbox.launcher import search_path
 from manege.sandbox.policy import Policy
 from manege.sandbox.probe import probe
 from manege.sandbox.spec import Limits, Overlay, ProcessSpec
@@ -30,13 +30,6 @@ touch code/added
 stat -c %u code code/edited code/added
 cat code/edited
 """
-
-
-@pytest.fixture
-async def launcher():
-    opened = Launcher()
-    yield opened
-    await opened.close()
 
 
 async def test_the_attempts_user_edits_what_root_prepared_and_root_keeps_it(launcher, tmp_path):

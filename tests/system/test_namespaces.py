@@ -20,7 +20,6 @@ import pytest
 
 from manege.errors import HarnessError
 from manege.sandbox import processes, uids
-from manege.sandbox.launcher import Launcher
 from manege.sandbox.spec import Overlay
 from tests.ordinary_user import run_as_nobody
 from tests.system.test_sandbox import LAYERS, Box
@@ -34,13 +33,6 @@ HERE = "tests.system.namespace_programs:"
 def test_namespaces_are_found_where_the_machine_allows_them():
     assert LAYERS.namespaces
     assert "no namespaces" not in "".join(LAYERS.missing())
-
-
-@pytest.fixture
-async def launcher():
-    opened = Launcher()
-    yield opened
-    await opened.close()
 
 
 @pytest.fixture

@@ -33,13 +33,6 @@ SCRIPT = str(Path(programs.__file__).absolute())
 MB = 1 << 20
 
 
-@pytest.fixture
-async def launcher():
-    opened = Launcher()
-    yield opened
-    await opened.close()
-
-
 class Box:
     """A workspace and the request for a process in it."""
 

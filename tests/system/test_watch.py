@@ -10,7 +10,7 @@ import pytest
 
 from manege.errors import HarnessError
 from manege.sandbox import watch
-from manege.sandbox.launcher import Launcher, search_path
+from manege.sandbox.launcher import search_path
 from manege.sandbox.policy import Policy
 from manege.sandbox.probe import probe
 from manege.sandbox.spec import Limits, ProcessSpec, Seen
@@ -20,13 +20,6 @@ LAYERS = probe()
 pytestmark = [pytest.mark.anyio, pytest.mark.skipif(not watch.available(), reason="no seccomp user notification here")]
 PROGRAMS = "tests.system.watch_programs"
 TREES = ["plain", *(["namespaces"] if LAYERS.namespaces else [])]
-
-
-@pytest.fixture
-async def launcher():
-    opened = Launcher()
-    yield opened
-    await opened.close()
 
 
 @pytest.fixture(params=TREES)

@@ -21,7 +21,6 @@ from manege.controller.folders import make_folders
 from manege.controller.workspaces.cache import Workspaces
 from manege.controller.workspaces.layers import finished
 from manege.errors import HarnessError
-from manege.sandbox.launcher import Launcher
 from manege.sandbox.policy import Policy
 from manege.sandbox.probe import probe
 from manege.sandbox.spec import Limits, ProcessSpec
@@ -69,13 +68,6 @@ def tree(folder):
         return "/" if path.is_dir() else path.read_text()
 
     return {str(path.relative_to(folder)): shown(path) for path in sorted(Path(folder).rglob("*"))}
-
-
-@pytest.fixture
-async def launcher():
-    opened = Launcher()
-    yield opened
-    await opened.close()
 
 
 @pytest.fixture
@@ -544,5 +536,6 @@ async def test_rollouts_of_a_run_work_on_commits_that_their_tasks_name_and_are_s
     for rollout, (_, want) in zip(ended, wanted, strict=True):
         left = tmp_path / "run" / "rollouts" / rollout.spec.id / "0" / "left" / "workspace"
         assert tree(left)["code.py"].endswith(f"fixed {want}\n")
+        assert not (left.parent / "upper").exists()  # it is in the workspace
         assert "docs" not in tree(left)
         assert (left / "run.sh").read_text() == "#!/bin/sh\nmore\n"

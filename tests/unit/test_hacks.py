@@ -53,7 +53,7 @@ OPENS = [
     ("home/.ssh/id_ed25519", "r", ("file", True)),
     ("/etc/shadow", "r", ("file", True)),
     ("/proc/1/environ", "r", ("file", True)),
-    ("/proc/1/root/etc", "r", ("file", True)),
+    ("/proc/1/cwd/etc", "r", ("file", True)),
     # What others run.
     ("home/runs/a/attempts/r1/workspace/sitecustomize.py", "w", ("file", True)),
     ("home/runs/a/attempts/r1/workspace/sitecustomize.py", "r", None),

@@ -53,7 +53,6 @@ async def execute_rescore(arguments: argparse.Namespace, console: Console) -> No
                 client=client,
                 folder=folder,
                 layers=layers,
-                readable=config.sandbox.readable,
                 keep_workspaces=False,
             )
             try:

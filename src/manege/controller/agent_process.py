@@ -31,7 +31,6 @@ async def agent_process(
     *,
     client: Client,
     layers: Layers,
-    readable: Sequence[str],
     private: Sequence[Path],
     overlay: Overlay | None,
 ) -> ProcessSpec:
@@ -44,7 +43,7 @@ async def agent_process(
     policy = Policy(
         layers=layers,
         writable=[str(path) for path in (folders.workspace, folders.home, folders.scratch)],
-        readable=[str(folders.task_file), *readable, *launch.readable],
+        readable=[str(folders.task_file), *config.sandbox.readable, *launch.readable],
         private=[*map(str, private), *(path for path in (tasks.train, tasks.heldout) if path)],
         tcp_ports=[_port(gateway_url)],
         protected_pids=[os.getpid()],

@@ -51,15 +51,13 @@ class LocalRunner:
         client: Client,
         folder: Path,
         layers: Layers,
-        readable: Sequence[str],
         keep_workspaces: bool,
         terminal: str | None = None,
     ) -> None:
-        """`folder`: of the run. `layers`: what to enforce on agents. `readable`: what they may read beside what
-        their run names. `terminal`: path of a pseudo-terminal where somebody sits, for a shell that
-        takes the agent's place."""
+        """`folder`: of the run. `layers`: what to enforce on agents. `terminal`: path of a pseudo-terminal where
+        somebody sits, for a shell that takes the agent's place."""
         self.folder, self._terminal = folder, terminal
-        self._launcher, self._client, self._layers, self._readable = launcher, client, layers, readable
+        self._launcher, self._client, self._layers = launcher, client, layers
         workspaces = Workspaces(folder / "prepared", launcher)
         self._sites = Sites(
             launcher=launcher, folder=folder, layers=layers, workspaces=workspaces, keep=keep_workspaces
@@ -89,9 +87,8 @@ class LocalRunner:
                     ended = await self._run_agent(claim, config, site)
                 record = await self._record(claim.rollout, ended, site.folders)
                 evidence |= _evidence(ended, record)
-                has_failed = ended.code != 0
                 if ended.limit is None:
-                    await check_engine(self._client, claim.rollout, record.calls, has_failed=has_failed)
+                    await check_engine(self._client, claim.rollout, record.calls, has_failed=ended.code != 0)
                 outcome, message = judge_agent(ended, record, run_s=config.agent.limits.run_s)
                 if claim.rollout.spec.reward_from != "scorer":
                     evidence |= await self._report(claim.rollout, ended, None)
@@ -114,7 +111,6 @@ class LocalRunner:
             site.folders,
             client=self._client,
             layers=self._layers,
-            readable=[*self._readable, *config.sandbox.readable],
             private=[self.folder],
             overlay=site.overlay,
         )

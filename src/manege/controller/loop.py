@@ -84,7 +84,6 @@ class Controller:
             client=client,
             folder=folder.absolute(),
             layers=require(sandbox, probe()),
-            readable=sandbox.readable,
             keep_workspaces=config.keep_workspaces,
             terminal=terminal,
         )

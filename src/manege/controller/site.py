@@ -14,7 +14,7 @@ from pathlib import Path
 
 from manege.config import AgentConfig, RunConfig
 from manege.controller.environment import system_environment
-from manege.controller.folders import AttemptFolders, make_folders, whole_task
+from manege.controller.folders import AttemptFolders, make_folders, remove_folder, whole_task
 from manege.controller.workspaces.cache import Workspaces
 from manege.controller.workspaces.layers import finished
 from manege.errors import HarnessError
@@ -122,6 +122,8 @@ class Sites:
                 if site.overlay is not None:
                     seen = [str(path) for path in site.layers]
                     await self.workspaces.materialise(seen, folders.workspace, timeout_s=limit_s)
+                    for layer in (site.overlay.upper, site.overlay.work):
+                        await asyncio.to_thread(remove_folder, Path(layer))
                 if folders.uid is not None:
                     await asyncio.to_thread(uids.own, [str(folders.root)], os.getuid())
                 folders.keep()

@@ -13,6 +13,7 @@ from manege.controller.kubernetes.names import rollout_label
 from manege.controller.kubernetes.runner import KubernetesRunner
 from manege.controller.loop import Controller
 from manege.types import RolloutSpec, Task
+from tests.controllers import beside
 from tests.system.kubernetes.cluster import ADMIN
 
 ASK = """
@@ -81,13 +82,8 @@ async def controlling(client, folder, *apis, name="kubernetes", **changes):
     controller = Controller(
         client, name=name, folder=folder, config=settings, sandbox=SandboxConfig(unsafe=True), runner=runner
     )
-    task = asyncio.create_task(controller.run())
-    try:
+    async with beside(controller):
         yield controller
-    finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
 
 
 async def jobs(kube, namespace):
