@@ -123,8 +123,10 @@ async def test_weights_that_only_one_of_two_engines_loads_are_served_by_that_one
     x, y = FailingEngine("x", token_delay_s=0.05), FailingEngine("y", fails="load", token_delay_s=0.05)
     async with AsyncExitStack() as stack:
         engines = await stack.enter_async_context(at_urls(x, y))
-        server, client = await stack.enter_async_context(serving(tmp_path, engines))
-        agents = await agents_of(stack, server, client, names := [f"r{number}" for number in range(8)])
+        # Rollouts have their homes by the names of engines: two at each by these, and four calls overload none.
+        named = dict(zip(("good", "bad"), engines.values(), strict=True))
+        server, client = await stack.enter_async_context(serving(tmp_path, named))
+        agents = await agents_of(stack, server, client, names := [f"r{number}" for number in range(4)])
         cut = await begin(agents)
         await until(lambda: x.num_running + y.num_running == len(names))
         await asyncio.gather(*(has_sampled(engine, 2 * engine.num_running) for engine in (x, y)))
