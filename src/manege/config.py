@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from manege.agent_config import AgentConfig, LimitsConfig, SandboxConfig, ScorerConfig, WorkspaceConfig
+from manege.backend_config import BackendConfig, EngineServersConfig
 from manege.credit_config import CreditConfig
 from manege.errors import ConfigError
 from manege.kubernetes_config import KubernetesConfig
@@ -24,9 +25,11 @@ from manege.train_config import TrainConfig
 
 __all__ = [
     "AgentConfig",
+    "BackendConfig",
     "ControllerConfig",
     "CreditConfig",
     "EngineConfig",
+    "EngineServersConfig",
     "EvaluationConfig",
     "GatewayConfig",
     "KubernetesConfig",
@@ -164,6 +167,7 @@ class RunConfig(Section):
     controller: ControllerConfig = ControllerConfig()
     sandbox: SandboxConfig = SandboxConfig()
     kubernetes: KubernetesConfig = KubernetesConfig()
+    backend: BackendConfig = BackendConfig()
     quick: dict[str, Any] = Field(default_factory=dict)
     """Dotted overrides that `--quick` applies."""
 
