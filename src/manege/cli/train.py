@@ -115,11 +115,11 @@ def _keep_config(folder: Path, config: RunConfig, arguments: argparse.Namespace,
 
 
 def _changes(old: Any, new: Any, key: str = "") -> Iterator[str]:
-    """`key: old -> new` for every key that differs; where the run folder lies is no setting of a run."""
+    """`key: old -> new` for every key that differs; where the run folder lies and who watches it are no settings."""
     if isinstance(old, dict) and isinstance(new, dict):
         for name in sorted(old.keys() | new.keys()):
             yield from _changes(old.get(name), new.get(name), f"{key}.{name}" if key else name)
-    elif old != new and key != "folder":
+    elif old != new and key.partition(".")[0] not in ("folder", "tracking"):
         yield f"{key}: {old!r} -> {new!r}"
 
 
