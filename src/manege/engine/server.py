@@ -10,7 +10,8 @@ away ends its generation. There are no keys: bind it where only the gateway and 
 when they have ended by themselves, `keep` leaves them connected. What is kept goes on from its ids, or with
 `clear_cache=false` over the keys and values that it has, which its events then say (`old_cache`; vLLM lacks that).
 
-New weights take effect with their version: `reload_weights` notes the folder, `update_weight_version` loads it.
+New weights take effect with their version: `reload_weights` notes the folder, `update_weight_version` loads it. Where
+a train engine changes the weights in this process's memory, the version alone says that they are new.
 """
 
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Sequence
@@ -38,10 +39,15 @@ T = TypeVar("T")
 
 
 def engine_app(
-    engine: Engine, *, encode: Callable[[str], Sequence[int]], decode: Callable[[Sequence[int]], str]
+    engine: Engine,
+    *,
+    encode: Callable[[str], Sequence[int]],
+    decode: Callable[[Sequence[int]], str],
+    shares_weights: bool = False,
 ) -> Starlette:
-    """`encode` and `decode` serve text prompts and the text of `/v1/completions`; `Renderer` has both."""
-    server = _Server(engine, encode, decode)
+    """`encode` and `decode` serve text prompts and the text of `/v1/completions`; `Renderer` has both.
+    `shares_weights`: with a train engine in this process."""
+    server = _Server(engine, encode, decode, Weights(kind="shared") if shares_weights else None)
     posts = {
         "/inference/v1/generate": server.generate,
         "/v1/completions": server.completions,
@@ -65,13 +71,17 @@ def engine_app(
 
 class _Server:
     def __init__(
-        self, engine: Engine, encode: Callable[[str], Sequence[int]], decode: Callable[[Sequence[int]], str]
+        self,
+        engine: Engine,
+        encode: Callable[[str], Sequence[int]],
+        decode: Callable[[Sequence[int]], str],
+        shared: Weights | None,
     ) -> None:
         self._engine = engine
         self._under_way = UnderWay(engine)
         self._encode = encode
         self._decode = decode
-        self._weights: Weights | None = None
+        self._shared = self._weights = shared
 
     async def generate(self, request: Request) -> ASGIApp:
         body = await read_object(request)
@@ -123,7 +133,7 @@ class _Server:
         if not version.isdecimal():
             raise ProtocolError(f"new_version is {version!r}; want a number as text")
         await self._engine.load(self._weights, PolicyVersion(int(version)))
-        self._weights = None
+        self._weights = self._shared
         return {"success": True, "new_version": version}
 
     async def weight_info(self, request: Request) -> JsonObject:
