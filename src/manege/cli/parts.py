@@ -18,6 +18,7 @@ from manege.controller.environment import fill
 from manege.controller.launch import task_text
 from manege.controller.loop import Controller
 from manege.engine.base import Engine
+from manege.engine.launch import engine_servers
 from manege.engine.threads import calm_threads
 from manege.engine.upstream import UpstreamEngine
 from manege.errors import ConfigError, ManegeError
@@ -102,7 +103,10 @@ async def serving(config: RunConfig, *, train: bool, terminal: str | None = None
     """Everything in this process, for as long as the context lasts; a part that fails ends it with its error."""
     async with AsyncExitStack() as stack:
         model_folder = open_folder(config.model.path)
-        engines, train_engine = await asyncio.to_thread(_engines, config, model_folder, train)
+        urls = await stack.enter_async_context(
+            engine_servers(config.backend, config.model, model_folder.path, config.run_folder / "engines")
+        )
+        engines, train_engine = await asyncio.to_thread(_engines, config, model_folder, train, urls)
         for engine in engines.values():
             stack.push_async_callback(engine.close)
         server = await stack.enter_async_context(
@@ -125,13 +129,19 @@ def local_engine(model: ModelConfig, config: EngineConfig, *, seed: int) -> tupl
 
 def upstream_engines(urls: str | Sequence[str]) -> Mapping[str, Engine]:
     """Engines elsewhere, by their addresses."""
-    return {url: UpstreamEngine(url) for url in ([urls] if isinstance(urls, str) else urls)}
+    return {url: UpstreamEngine(url) for url in _listed(urls)}
 
 
-def _engines(config: RunConfig, folder: ModelFolder, train: bool) -> tuple[Mapping[str, Engine], TrainEngine | None]:
-    """The engines and, over the same weights unless they are elsewhere, the train engine."""
-    if config.gateway.engine_url:
-        return upstream_engines(config.gateway.engine_url), _train_engine_apart(config, folder) if train else None
+def _listed(urls: str | Sequence[str] | None) -> Sequence[str]:
+    return [urls] if isinstance(urls, str) else urls or ()
+
+
+def _engines(
+    config: RunConfig, folder: ModelFolder, train: bool, started: Sequence[str]
+) -> tuple[Mapping[str, Engine], TrainEngine | None]:
+    """The engines and, over the same weights unless they are elsewhere, the train engine. `started`: by the run."""
+    if urls := [*started, *_listed(config.gateway.engine_url)]:
+        return upstream_engines(urls), _train_engine_apart(config, folder) if train else None
     calm_threads()
     from manege.trainer.engines.torch import TorchEngine
 
@@ -179,6 +189,11 @@ def _device(wanted: str) -> str:
 @asynccontextmanager
 async def train_engine_alone(config: RunConfig, client: Client) -> AsyncIterator[Parts]:
     """A train engine for a gateway elsewhere."""
+    if config.backend.engines.count:
+        raise ConfigError(
+            f"backend.engines.count = {config.backend.engines.count} does nothing with a gateway elsewhere: start the "
+            "engines there, or train without --gateway"
+        )
     async with client:
         await client.state()
         folder = open_folder(config.model.path)
