@@ -249,8 +249,15 @@ def _params(sampling: Sampling) -> dict[str, Any]:
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k,
+        # Else vLLM takes those of the model's generation_config.json.
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
         "max_tokens": sampling.max_new_tokens,
         "stop_token_ids": sorted(sampling.stop_ids),
+        # The model's own end is one of our stop ids, or none; a grammar ends with it.
+        "ignore_eos": sampling.constraint is None,
         "stop": list(sampling.stop_strings),
         "include_stop_str_in_output": True,
         **({} if sampling.seed is None else {"seed": sampling.seed}),
