@@ -1,8 +1,8 @@
-"""The train engine for one machine: full fine-tuning with AdamW over a torch model.
+"""The train engine for one machine: AdamW over the weights of a torch model, or over adapters beside them (`lora`).
 
-The weights are changed in place, so that an inference engine in the same process shares them (`publish` says so and
-copies nothing). Micro-batches are prefix trees (`packed`), and their gradients are sums, so that the loss is the same
-however a batch is divided.
+They are changed in place, so that an inference engine in the same process shares them (`publish` says so and copies
+nothing). Where the weights are held in less than float32 the optimiser works on copies (`masters`). Micro-batches are
+prefix trees (`packed`), and their gradients are sums, so that the loss is the same however a batch is divided.
 
 Shape legend: M trained tokens of a micro-batch, U distinct positions that predict them, V vocabulary.
 """
@@ -11,7 +11,7 @@ import copy
 import math
 import pickle
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +28,8 @@ from manege.model.load import export_folder, read_weights
 from manege.trainer.algo.batching import micro_batches
 from manege.trainer.algo.samples import Sample
 from manege.trainer.engines.base import Capabilities, StepReport, WeightedSample
+from manege.trainer.engines.lora import Adapters
+from manege.trainer.engines.masters import Masters
 from manege.trainer.engines.packed import PackedSamples
 from manege.trainer.engines.step_sums import StepSums
 from manege.trainer.losses.combine import token_loss
@@ -38,6 +40,7 @@ __all__ = ["TorchEngine"]
 
 _LOSSES = frozenset({"ppo", "cispo", "gspo"})
 _STATE_FILE = "optimizer.pt"
+_ADAPTER_FOLDER = "adapter"
 
 
 class TorchEngine:
@@ -52,8 +55,8 @@ class TorchEngine:
         reference: bool = False,
         publish_folder: Path | None = None,
     ) -> None:
-        """`reference`: keep a frozen copy of the model as it is now, for a KL term; `publish_folder`: where an engine
-        outside this process reads new weights; None: it shares our memory."""
+        """`reference`: a KL term needs the model as it is now: a frozen copy is kept, unless only adapters are trained;
+        `publish_folder`: where an engine outside this process reads new weights; None: it shares our memory."""
         self.capabilities = Capabilities(
             prefix_tree=True,
             max_sample_tokens=model.context_limit,
@@ -62,8 +65,15 @@ class TorchEngine:
             publishes="shared" if publish_folder is None else "folder",
         )
         self._model, self._folder, self._config = model, folder, config
-        self._reference = _frozen(model) if reference else None
-        self._parameters = _trainable(model, config.frozen)
+        first = next(model.module.parameters())
+        self._device, self._dtype = first.device, first.dtype
+        # The copy comes first: what is put into the model below is no part of it.
+        self._reference = _frozen(model) if reference and not config.lora_rank else None
+        self._adapters = Adapters(model, config, base=folder.name) if config.lora_rank else None
+        self._masters = Masters(self._adapters.parameters if self._adapters else _trainable(model, config.frozen))
+        self._parameters = self._masters.parameters
+        if config.gradient_checkpointing:
+            model.checkpoint_layers()
         self._optimizer = torch.optim.AdamW(
             self._parameters,
             lr=config.learning_rate,
@@ -112,6 +122,7 @@ class TorchEngine:
             group["lr"] = rate
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
+        self._masters.write_back()
         return sums.report(grad_norm=norm, learning_rate=rate)
 
     @contextmanager
@@ -125,6 +136,7 @@ class TorchEngine:
             with torch.no_grad():
                 for parameter, old in zip(self._parameters, kept, strict=True):
                     parameter.copy_(old)
+            self._masters.write_back()
             self._optimizer.load_state_dict(optimizer)
             self._num_steps = num_steps
             raise
@@ -135,20 +147,21 @@ class TorchEngine:
             return Weights(kind="shared")
         # Two names take turns, so that an engine that is slow to read never sees a folder half written.
         folder = self._publish_folder / str(self._num_steps % 2)
-        self.export(folder)
+        self._export_weights(folder)
         return Weights(kind="folder", folder=str(folder))
 
     def save(self, folder: Path) -> None:
         """See TrainEngine; the caller gives a folder that is not visible as a checkpoint yet."""
         self.export(folder)
-        device = self._parameters[0].device
         state = {
             "num_parameters": self._num_parameters(),
             "optimizer": self._optimizer.state_dict(),
             "num_steps": self._num_steps,
             "rng": torch.get_rng_state(),
-            "cuda_rng": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+            "cuda_rng": torch.cuda.get_rng_state(self._device) if self._device.type == "cuda" else None,
         }
+        if self._masters.are_copies:
+            state["masters"] = [parameter.detach() for parameter in self._parameters]
         torch.save(state, folder / _STATE_FILE)
 
     def load(self, folder: Path) -> None:
@@ -162,22 +175,28 @@ class TorchEngine:
                 f"checkpoint {folder} has {state['num_parameters']} parameters, the model {self._num_parameters()}; "
                 "resume with the model it was made with"
             )
-        read_weights(self._model, folder)
+        if self._adapters:
+            self._adapters.load(folder / _ADAPTER_FOLDER)
+        else:
+            read_weights(self._model, folder)
+        self._masters.read(state.get("masters"))
         self._optimizer.load_state_dict(state["optimizer"])
         self._num_steps = state["num_steps"]
         torch.set_rng_state(state["rng"])
-        device = self._parameters[0].device
-        if device.type == "cuda" and state["cuda_rng"] is not None:
-            torch.cuda.set_rng_state(state["cuda_rng"], device)
+        if self._device.type == "cuda" and state["cuda_rng"] is not None:
+            torch.cuda.set_rng_state(state["cuda_rng"], self._device)
 
     def export(self, folder: Path) -> None:
-        """See TrainEngine."""
-        export_folder(self._model, self._folder, folder)
+        """See TrainEngine. Adapters are in the weights, and by themselves in a folder inside."""
+        self._export_weights(folder)
+        if self._adapters:
+            self._adapters.save(folder / _ADAPTER_FOLDER)
+
+    def _export_weights(self, folder: Path) -> None:
+        export_folder(self._model, self._folder, folder, weights=self._adapters.merged() if self._adapters else None)
 
     def _pack(self, samples: Sequence[Sample]) -> PackedSamples:
-        parameter = self._parameters[0]
-        share = self._config.prefix_tree
-        return PackedSamples(samples, share=share, device=parameter.device, dtype=parameter.dtype)
+        return PackedSamples(samples, share=self._config.prefix_tree, device=self._device, dtype=self._dtype)
 
     def _micro_batches(self, samples: Sequence[Sample]) -> Sequence[Sequence[int]]:
         sequences = (sample.ids_T for sample in samples)
@@ -227,9 +246,10 @@ class TorchEngine:
 
     @torch.no_grad()
     def _reference_logprobs(self, packed: PackedSamples) -> Tensor:
-        if self._reference is None:
+        if not self.capabilities.reference:
             raise TrainerError("credit.kl > 0 needs the model that the run began with; this engine kept no copy of it")
-        return packed.logprobs(packed.logits(self._reference))
+        with self._adapters.off() if self._adapters else nullcontext():
+            return packed.logprobs(packed.logits(self._reference or self._model))
 
 
 def _frozen(model: LanguageModel) -> LanguageModel:
