@@ -27,7 +27,11 @@ def torch_engine(*, reference=False, **settings):
     return TorchEngine(load_model(FOLDER), FOLDER, config, reference=reference)
 
 
-ENGINES = {"torch": torch_engine}
+def engine_of_adapters(**settings):
+    return torch_engine(lora_rank=4, **settings)
+
+
+ENGINES = {"torch": torch_engine, "torch with adapters": engine_of_adapters}
 
 
 @pytest.fixture(params=ENGINES.values(), ids=ENGINES.keys())

@@ -40,3 +40,8 @@ class LanguageModel(Protocol):
     def logits(self, hidden_NE: Tensor) -> Tensor:
         """(N, V) in float32."""
         ...
+
+    def checkpoint_layers(self) -> None:
+        """From now on `hidden` keeps only what lies between the layers for a backward pass, which computes them
+        again."""
+        ...

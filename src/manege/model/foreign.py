@@ -5,14 +5,16 @@ the caller. What the architecture does around that (windows, soft caps, sinks, s
 loading ends with a proof on a few tokens: our path must give the logits of the model's own eager attention.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from manege.errors import ModelError
 from manege.model.attend import causal_attend
@@ -62,6 +64,38 @@ class Foreign:
         """(N, V) in float32."""
         logits_NV = self._head(hidden_NE)
         return logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+
+    def checkpoint_layers(self) -> None:
+        """See LanguageModel. Raises ModelError for an architecture that does not name its layers."""
+        layers = [layer for layer in self._decoder.modules() if isinstance(layer, GradientCheckpointingLayer)]
+        if not layers:
+            raise ModelError(
+                f"{type(self.module).__name__} of transformers {transformers.__version__} does not say what its layers "
+                "are; set train.gradient_checkpointing = false"
+            )
+        for layer in layers:
+            layer.forward = _computed_again(layer.forward)
+
+
+def _computed_again(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A layer's forward pass under a checkpoint. Its second time is in a thread of the backward pass, to which the
+    context of the first must be carried."""
+
+    def forward_once(*arguments: Any, **options: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*arguments, **options)
+        attend = _ATTEND.get()
+
+        def with_context(*arguments: Any, **options: Any) -> Any:
+            token = _ATTEND.set(attend)
+            try:
+                return forward(*arguments, **options)
+            finally:
+                _ATTEND.reset(token)
+
+        return checkpoint(with_context, *arguments, use_reentrant=False, preserve_rng_state=False, **options)
+
+    return forward_once
 
 
 def load_foreign(folder: ModelFolder, device: str | torch.device, dtype: torch.dtype) -> Foreign:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm, silu
+from torch.utils.checkpoint import checkpoint
 
 from manege.model.base import Attend
 
@@ -107,6 +108,7 @@ class Llama:
         self.module: nn.Module = self._module
         # Outside the module: not a weight, and kept in float32 whatever the weights are.
         self._frequencies_D = _frequencies(config)
+        self._checkpoints = False
 
     def hidden(self, ids_N: Tensor, positions_N: Tensor, attend: Attend) -> Tensor:
         """The last hidden state, normalised; (N, E)."""
@@ -116,8 +118,12 @@ class Llama:
         angles = (positions_N[:, None].float() * self._frequencies_D)[:, None, :]
         cos_N1D = torch.cat([angles.cos(), angles.cos()], dim=-1).to(x_NE.dtype)
         sin_N1D = torch.cat([-angles.sin(), angles.sin()], dim=-1).to(x_NE.dtype)
+        again = self._checkpoints and torch.is_grad_enabled()
         for block in decoder.layers:
-            x_NE = block(x_NE, cos_N1D, sin_N1D, attend)
+            if again:
+                x_NE = checkpoint(block, x_NE, cos_N1D, sin_N1D, attend, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x_NE = block(x_NE, cos_N1D, sin_N1D, attend)
         return decoder.norm(x_NE)
 
     def logits(self, hidden_NE: Tensor) -> Tensor:
@@ -125,6 +131,10 @@ class Llama:
         head = self._module.lm_head or self._module.model.embed_tokens
         logits_NV = linear(hidden_NE, head.weight)
         return logits_NV.to(torch.promote_types(logits_NV.dtype, torch.float32))
+
+    def checkpoint_layers(self) -> None:
+        """See LanguageModel."""
+        self._checkpoints = True
 
 
 def can_compute(config: Mapping[str, Any]) -> bool:

@@ -7,7 +7,7 @@ complete or absent.
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -20,9 +20,15 @@ from manege.model.base import LanguageModel
 from manege.model.folder import ModelFolder
 from manege.model.llama import Llama, can_compute
 
-__all__ = ["export_folder", "load_model", "read_weights", "save_weights"]
+__all__ = ["export_folder", "load_model", "read_weights", "weights_dtype"]
 
 _KEPT = ("*.json", "*.jinja", "*.txt", "*.model")
+
+
+def weights_dtype(wanted: str, device: str | torch.device) -> torch.dtype:
+    """What `model.dtype` means on a device."""
+    automatic = torch.float32 if torch.device(device).type == "cpu" else torch.bfloat16
+    return {"auto": automatic, "float32": torch.float32, "bfloat16": torch.bfloat16}[wanted]
 
 
 def load_model(
@@ -59,14 +65,16 @@ def read_weights(model: LanguageModel, folder: Path) -> None:
         )
 
 
-def save_weights(model: LanguageModel, folder: Path) -> None:
-    """Write model.safetensors."""
-    state = {name: parameter.detach().cpu().contiguous() for name, parameter in model.module.named_parameters()}
-    save_file(state, folder / "model.safetensors", {"format": "pt"})
-
-
-def export_folder(model: LanguageModel, source: ModelFolder, target: Path) -> None:
-    """Write a Hugging Face model folder: the source's config, tokenizer and template with the present weights."""
+def export_folder(
+    model: LanguageModel,
+    source: ModelFolder,
+    target: Path,
+    *,
+    weights: Iterable[tuple[str, Tensor]] | None = None,
+) -> None:
+    """Write a Hugging Face model folder: the source's config, tokenizer and template with the present weights, or with
+    those that are given under the same names."""
+    named = model.module.named_parameters() if weights is None else weights
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
@@ -74,8 +82,9 @@ def export_folder(model: LanguageModel, source: ModelFolder, target: Path) -> No
             for path in source.path.glob(pattern):
                 if not path.name.endswith(".safetensors.index.json"):
                     shutil.copyfile(path, unfinished / path.name)
-        save_weights(model, unfinished)
-        dtype = str(next(model.module.parameters()).dtype).removeprefix("torch.")
+        state = {name: tensor.detach().cpu().contiguous() for name, tensor in named}
+        save_file(state, unfinished / "model.safetensors", {"format": "pt"})
+        dtype = str(next(iter(state.values())).dtype).removeprefix("torch.")
         config = {key: value for key, value in source.config.items() if key != "torch_dtype"} | {"dtype": dtype}
         (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if target.exists():
