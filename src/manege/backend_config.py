@@ -45,7 +45,7 @@ class BackendConfig(Section):
     """`verl`: engines and ranks share GPUs. The engines sleep while the ranks work, whose state is in the machine's
     memory meanwhile."""
     timeout_s: PositiveFloat = 1800
-    """`verl`: a call of the ranks that takes longer has hung; it ends the run, which can be resumed."""
+    """A call of the ranks that takes longer has hung; it ends the run, which can be resumed."""
     verl: dict[str, Any] = Field(default_factory=dict)
     """Keys of verl's own configuration of a training worker, by section: `engine`, `optimizer`, `model`,
     `checkpoint`. They win over ours."""
@@ -54,7 +54,8 @@ class BackendConfig(Section):
     @model_validator(mode="after")
     def _only_what_does_something(self) -> "BackendConfig":
         if self.kind == "torch":
-            for key in ("nodes", "strategy", "ray_address", "colocated", "timeout_s", "verl"):
+            unused = ("nodes", "strategy", "ray_address", "colocated", "verl")
+            for key in unused if self.num_ranks > 1 else (*unused, "timeout_s"):
                 if (value := getattr(self, key)) != BackendConfig.model_fields[key].get_default(
                     call_default_factory=True
                 ):

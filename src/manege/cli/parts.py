@@ -12,6 +12,7 @@ from typing import IO, TYPE_CHECKING
 
 from rich.console import Console
 
+from manege.cli.ranks import Ranks, other_ranks
 from manege.client import Client
 from manege.config import EngineConfig, GatewayConfig, ModelConfig, RunConfig
 from manege.controller.environment import fill
@@ -39,7 +40,9 @@ __all__ = [
     "check_agents",
     "controlling",
     "gateway_serving",
+    "load",
     "local_engine",
+    "served",
     "serving",
     "train_engine_alone",
     "upstream_engines",
@@ -106,7 +109,11 @@ async def serving(config: RunConfig, *, train: bool, terminal: str | None = None
         urls = await stack.enter_async_context(
             engine_servers(config.backend, config.model, model_folder.path, config.run_folder / "engines")
         )
-        engines, train_engine = await asyncio.to_thread(_engines, config, model_folder, train, urls)
+        ranks = None
+        if train:
+            serves = not (urls or config.gateway.engine_url)
+            ranks = await stack.enter_async_context(other_ranks(config, serves=serves))
+        engines, train_engine = await asyncio.to_thread(_engines, config, model_folder, train, urls, ranks)
         for engine in engines.values():
             stack.push_async_callback(engine.close)
         server = await stack.enter_async_context(
@@ -124,7 +131,7 @@ async def serving(config: RunConfig, *, train: bool, terminal: str | None = None
 def local_engine(model: ModelConfig, config: EngineConfig, *, seed: int) -> tuple[ModelFolder, Engine]:
     """A model folder and the engine that serves it, without a trainer."""
     folder = open_folder(model.path)
-    return folder, _local_engine(_load(model, folder), folder, model, config, seed)
+    return folder, served(load(model, folder), folder, model, config, seed=seed)
 
 
 def upstream_engines(urls: str | Sequence[str]) -> Mapping[str, Engine]:
@@ -137,53 +144,70 @@ def _listed(urls: str | Sequence[str] | None) -> Sequence[str]:
 
 
 def _engines(
-    config: RunConfig, folder: ModelFolder, train: bool, started: Sequence[str]
+    config: RunConfig, folder: ModelFolder, train: bool, started: Sequence[str], ranks: Ranks | None
 ) -> tuple[Mapping[str, Engine], TrainEngine | None]:
     """The engines and, over the same weights unless they are elsewhere, the train engine. `started`: by the run."""
     if urls := [*started, *_listed(config.gateway.engine_url)]:
-        return upstream_engines(urls), _train_engine_apart(config, folder) if train else None
-    calm_threads()
-    from manege.trainer.engines.torch import TorchEngine
-
-    model = _load(config.model, folder)
-    trainer = TorchEngine(model, folder, config.train, reference=config.credit.kl > 0) if train else None
-    return {"local": _local_engine(model, folder, config.model, config.engine, config.seed)}, trainer
+        return upstream_engines(urls), _train_engine_apart(config, folder, ranks) if train else None
+    model = load(config.model, folder)
+    trainer, others = _train_engine(model, folder, config, ranks) if train else (None, {})
+    return {"local": served(model, folder, config.model, config.engine, seed=config.seed), **others}, trainer
 
 
-def _train_engine_apart(config: RunConfig, folder: ModelFolder) -> TrainEngine:
+def _train_engine_apart(config: RunConfig, folder: ModelFolder, ranks: Ranks | None) -> TrainEngine:
     """Publishes its weights as folders that an engine elsewhere can read."""
-    calm_threads()
+    model = load(config.model, folder)
+    return _train_engine(model, folder, config, ranks, publish_folder=config.run_folder / "weights")[0]
+
+
+def _train_engine(
+    model: "LanguageModel",
+    folder: ModelFolder,
+    config: RunConfig,
+    ranks: Ranks | None,
+    publish_folder: Path | None = None,
+) -> tuple[TrainEngine, Mapping[str, Engine]]:
+    """And the inference engines of the other ranks."""
     from manege.trainer.engines.torch import TorchEngine
 
-    model = _load(config.model, folder)
-    reference, publish_folder = config.credit.kl > 0, config.run_folder / "weights"
-    return TorchEngine(model, folder, config.train, reference=reference, publish_folder=publish_folder)
+    reference = config.credit.kl > 0
+    if ranks is not None:
+        return ranks.join(model, folder, reference=reference, publish_folder=publish_folder)
+    return TorchEngine(model, folder, config.train, reference=reference, publish_folder=publish_folder), {}
 
 
-def _load(model: ModelConfig, folder: ModelFolder) -> "LanguageModel":
+def load(model: ModelConfig, folder: ModelFolder, *, rank: int = 0) -> "LanguageModel":
+    """The folder's model, on the device of that rank."""
     calm_threads()
-    from manege.model.load import load_model
+    from manege.model.load import load_model, weights_dtype
 
-    return load_model(folder, _device(model.device))
+    device = _device(model.device, rank)
+    dtype = weights_dtype(model.dtype, device)
+    _log.info(kv("model", device=device, dtype=str(dtype).removeprefix("torch.")))
+    return load_model(folder, device, dtype)
 
 
-def _local_engine(
-    loaded: "LanguageModel", folder: ModelFolder, model: ModelConfig, config: EngineConfig, seed: int
+def served(
+    loaded: "LanguageModel", folder: ModelFolder, model: ModelConfig, config: EngineConfig, *, seed: int
 ) -> Engine:
+    """An engine in this process that samples from a model."""
     from manege.engine.local import LocalEngine
 
     return LocalEngine(loaded, folder, config=config, seed=seed, max_context=model.max_context)
 
 
-def _device(wanted: str) -> str:
-    """`auto` becomes a GPU if there is one; said once, since it decides speed and precision."""
+def _device(wanted: str, rank: int) -> str:
+    """`auto` becomes a GPU if there is one, each rank's own."""
     import torch
 
     device = ("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError('model.device = "cuda": torch sees no GPU here; use "auto" or "cpu"')
-    _log.info(kv("model device", device=device))
-    return device
+    if device == "cuda" and rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"backend.ranks_per_node: rank {rank} has no GPU, torch sees {torch.cuda.device_count()}; have fewer ranks"
+        )
+    return f"cuda:{rank}" if device == "cuda" and rank else device
 
 
 @asynccontextmanager
@@ -197,8 +221,9 @@ async def train_engine_alone(config: RunConfig, client: Client) -> AsyncIterator
     async with client:
         await client.state()
         folder = open_folder(config.model.path)
-        engine = await asyncio.to_thread(_train_engine_apart, config, folder)
-        yield Parts(client=client, train_engine=engine, folder=folder)
+        async with other_ranks(config, serves=False) as ranks:
+            engine = await asyncio.to_thread(_train_engine_apart, config, folder, ranks)
+            yield Parts(client=client, train_engine=engine, folder=folder)
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,16 @@ class StepSums:
             found = VersionGap(tokens=len(gap), total=float(gap.sum()), largest=float(gap.max()), kl=float(kl.sum()))
             self._gaps[version] = self._gaps[version] + found if version in self._gaps else found
 
+    def __add__(self, other: "StepSums") -> "StepSums":
+        """Those of two data-parallel ranks."""
+        both = StepSums()
+        for part in (self, other):
+            for name, value in part._sums.items():
+                both._sums[name] += value
+            for version, gap in part._gaps.items():
+                both._gaps[version] = both._gaps[version] + gap if version in both._gaps else gap
+        return both
+
     def report(self, *, grad_norm: float, learning_rate: float) -> StepReport:
         """Means over the trained tokens, under the names of docs/reference/metrics.md."""
         sums = self._sums
