@@ -15,6 +15,7 @@ from manege.engine.constraints import Grammars, json_constraint
 from manege.engine.local import LocalEngine
 from manege.engine.scripted import ScriptedEngine, hashed_reply
 from manege.engine.server import engine_app
+from manege.engine.sglang import SglangEngine
 from manege.engine.upstream import UpstreamEngine
 from manege.errors import ContextOverflowError, EngineError, ProtocolError
 from manege.gateway.server import Server
@@ -23,6 +24,7 @@ from manege.model.folder import open_folder
 from manege.model.load import load_model
 from manege.types import FinishReason, PolicyVersion
 from tests.conftest import TINY_MODEL
+from tests.sglang_wire import SglangServer
 
 pytestmark = pytest.mark.anyio
 
@@ -77,7 +79,31 @@ async def over_http(engine_behind):
             await engine.close()
 
 
-ENGINES = {"local": local, "scripted": scripted, "upstream": upstream}
+@asynccontextmanager
+async def sglang(engine_behind=scripted, **options):
+    """The scripted engine behind SGLang's wire, as its source has it: no GPU has confirmed it."""
+    async with engine_behind() as behind:
+        limit = (await behind.info()).context_limit
+        server = SglangServer(behind, decode=FOLDER.tokenizer.decode, context_limit=limit, **options)
+        async with Server(server.app) as serving:
+            engine = SglangEngine(serving.url)
+            yield engine
+            await engine.close()
+
+
+@asynccontextmanager
+async def sglang_incremental():
+    async with sglang(incremental=True) as engine:
+        yield engine
+
+
+ENGINES = {
+    "local": local,
+    "scripted": scripted,
+    "upstream": upstream,
+    "sglang": sglang,
+    "sglang-incremental": sglang_incremental,
+}
 
 
 @pytest.fixture(params=ENGINES.values(), ids=ENGINES.keys())
@@ -261,7 +287,11 @@ async def test_a_grammar_that_does_not_compile_is_the_callers_mistake(engine):
     assert len((await collect(engine.generate(PROMPT, Sampling(max_new_tokens=3)))).ids_R) == 3
 
 
-@pytest.mark.parametrize("over", [local, lambda: over_http(local)], ids=["local", "upstream over local"])
+@pytest.mark.parametrize(
+    "over",
+    [local, lambda: over_http(local), lambda: sglang(local)],
+    ids=["local", "upstream over local", "sglang over local"],
+)
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 async def test_logprobs_under_a_constraint_are_those_without_it(over, temperature):
     model = load_model(FOLDER)

@@ -37,18 +37,18 @@ AGAIN_S = 1.0
 MAX_FAILED = 2
 """Looks in a row that fail: a server that hangs is given up after 16 s."""
 _HEALTH = "/health"
-"""Of vLLM, SGLang and our own server; one that has no such path says so, and lives."""
+"""Of vLLM and our own server; one that has no such path says so, and lives."""
 _LENGTHS = frozenset({b"content-length", b"transfer-encoding"})
 
 
 class HttpClient:
     """Requests to one origin. Every method raises EngineAwayError when it cannot be reached, hangs or breaks off."""
 
-    def __init__(self, url: str, *, lost: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, url: str, *, lost: Callable[[], None] = lambda: None, health: str = _HEALTH) -> None:
         """`url`: root of the server, without a path. `lost` is called when the server has closed a connection: it may
-        be another one by now."""
+        be another one by now. `health`: a path that it answers as long as it lives, also while it is paused."""
         self.url = url
-        self._lost = lost
+        self._lost, self._health = lost, health
         self._idle: list[_Connection] = []
         self._open: set[_Connection] = set()
         self._closed = False
@@ -128,7 +128,7 @@ class HttpClient:
             async with asyncio.timeout(CHECK_S):
                 connection = await self._connect()
                 try:
-                    connection.send(self._head("GET", _HEALTH, 0))
+                    connection.send(self._head("GET", self._health, 0))
                     await connection.head()
                     return connection.status < 500
                 finally:
