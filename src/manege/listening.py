@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-__all__ = ["BACKLOG", "Keyed", "listening"]
+__all__ = ["BACKLOG", "Keyed", "listening", "readable"]
 
 BACKLOG = 2048
 """Connections that wait to be accepted."""
@@ -60,3 +60,13 @@ async def listening(
         for connection in state.connections.copy():
             if isinstance(connection, HttpToolsProtocol) and connection.app is app:
                 connection.shutdown()
+
+
+async def readable(connection: socket.socket) -> None:
+    """Return when something has come; event loops have no call that receives descriptors."""
+    loop, came = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(connection, came.set)
+    try:
+        await came.wait()
+    finally:
+        loop.remove_reader(connection)

@@ -25,6 +25,7 @@ from manege.engine.upstream import UpstreamEngine
 from manege.errors import ConfigError, ManegeError
 from manege.gateway.app import create_app
 from manege.gateway.auth import operator_key
+from manege.gateway.given import Given
 from manege.gateway.server import GatewayServer
 from manege.logs import get_logger, kv
 from manege.model.folder import ModelFolder, open_folder
@@ -242,9 +243,10 @@ async def gateway_serving(
     data: Path,
     *,
     max_context: int | None,
+    given: Given | None = None,
 ) -> AsyncIterator[_Served]:
     """The gateway over engines, with its key in `data`, and its store unless the config names another. Bare, it has a
-    model's name and no engine: those that take messages register themselves."""
+    model's name and no engine: those that take messages register themselves. `given`: it is a worker."""
     async with AsyncExitStack() as stack:
         store = await SqlStore.open(config.store or data / "manege.db")
         stack.push_async_callback(store.close)
@@ -259,9 +261,10 @@ async def gateway_serving(
             context_limit=min(filter(None, [known and known.context_limit, max_context]), default=0),
             max_body_bytes=config.max_body_mb * 2**20,
             clock=time.time,
+            post=given and given.post,
         )
         server = await stack.enter_async_context(
-            GatewayServer(app, host=config.host, port=config.port, has_explicit_key=config.key is not None)
+            GatewayServer(app, host=config.host, port=config.port, has_explicit_key=config.key is not None, given=given)
         )
         yield _Served(server.url, key, store.name)
 

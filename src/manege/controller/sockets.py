@@ -1,7 +1,7 @@
 """The gateway inside a sandbox: a listening socket there, which the gateway of this machine answers, or a relay.
 
 In: an attempt's claim and the socket on which its agent finds the gateway, at AGENT_URL. The socket is handed to the
-gateway through its door (`gateway/handed.py`), and again whenever the gateway was restarted; what the agent sends
+gateway through its door (`gateway/handed.py`), and again whenever who took it has ended; what the agent sends
 meanwhile waits in the socket, since a copy of it stays here. A gateway whose door cannot be reached from here is on
 another machine, or in another container: then its answers are relayed (`relay.py`). Either way the agent needs no key:
 what comes from its socket counts as sent with the attempt's.
@@ -59,6 +59,7 @@ async def answering(client: Client, claim: Claim) -> AsyncIterator[Callable[[soc
 async def _keep_answered(client: Client, claim: Claim, listener: socket.socket) -> None:
     """Until cancelled."""
     lost: str | None = None
+    was_taken = False
     while True:
         try:
             door = await client.door(lost=lost)
@@ -66,16 +67,18 @@ async def _keep_answered(client: Client, claim: Claim, listener: socket.socket) 
             _log.warning(str(error))
             await asyncio.sleep(_RETRY_S)
             continue
-        if door is None or door == lost:
+        # One of the gateway's processes may have ended: behind the same door there are others.
+        if door is None or (door == lost and not was_taken):
             break
-        await _hand_over(door, claim.agent_key, listener)
+        was_taken = await _hand_over(door, claim.agent_key, listener)
         lost = door
     _log.info(kv("model calls are relayed", rollout_id=claim.rollout.spec.id, gateway=client.url))
     await relay(listener, client, claim.agent_key)
 
 
-async def _hand_over(door: str, key: str, listener: socket.socket) -> None:
-    """Return when nobody is behind the door, or not any more. Raises UnauthorizedError if the gateway refuses."""
+async def _hand_over(door: str, key: str, listener: socket.socket) -> bool:
+    """Return when nobody is behind the door, or not any more: then it was taken. Raises UnauthorizedError if the
+    gateway refuses."""
     loop = asyncio.get_running_loop()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
         connection.setblocking(False)
@@ -85,7 +88,9 @@ async def _hand_over(door: str, key: str, listener: socket.socket) -> None:
             answer = await loop.sock_recv(connection, _MAX_ANSWER_BYTES)
             if answer == _OK:
                 await loop.sock_recv(connection, 1)
-            elif answer:
+                return True
+            if answer:
                 raise UnauthorizedError(f"the gateway does not answer on the agent's socket: {answer.decode()}")
         except OSError as error:
             _log.info(kv("the gateway's door is closed", door=door, reason=error))
+    return False

@@ -16,6 +16,7 @@ from manege.gateway.events import event_routes
 from manege.gateway.feed import Feed
 from manege.gateway.flights import Flights
 from manege.gateway.following import Following
+from manege.gateway.given import Post
 from manege.gateway.handed import Handed
 from manege.gateway.hold import Gate
 from manege.gateway.leases import lease_routes
@@ -31,6 +32,7 @@ from manege.gateway.proxy import proxy_routes
 from manege.gateway.rollouts import rollout_routes
 from manege.gateway.runs import run_routes
 from manege.gateway.services import RunSettings, Services
+from manege.gateway.totals import Totals
 from manege.gateway.watchdog import Progress
 from manege.harnesses.harness import Harness, load
 from manege.http import MAX_BODY_BYTES, error_handlers
@@ -51,13 +53,16 @@ def create_app(
     max_body_bytes: int = MAX_BODY_BYTES,
     load_harness: Callable[[str], Harness] = load,
     clock: Callable[[], float] = time.time,
+    post: Post | None = None,
 ) -> Starlette:
-    """Called inside the event loop that will serve it. `engine`: one, several by name, or none. `app.state.services`
-    holds the parts, `app.state.following` what keeps them as the store says."""
+    """Called inside the event loop that will serve it. `engine`: one, several by name, or none. `post`: of a worker.
+    `app.state.services` holds the parts, `app.state.following` what keeps them as the store says."""
     engines = engine if isinstance(engine, Mapping) else {} if engine is None else {"": engine}
     gate, progress = Gate(clock), Progress(clock)
     pool = EnginePool(engines, store, gate.open_s)
-    presence = Presence(store, gate, progress, clock)
+    counters = Counters()
+    totals = Totals(counters, gate, post and post.group)
+    presence = Presence(store, gate, progress, totals, clock, post and post.name)
     auth = Auth(operator_key=operator_key, store=store, clock=clock)
     services = Services(
         store=store,
@@ -70,7 +75,8 @@ def create_app(
         presence=presence,
         progress=progress,
         feed=Feed(),
-        counters=Counters(),
+        counters=counters,
+        totals=totals,
         conversations=AttemptMemory(store, Conversation),
         prefixes=AttemptMemory(store, PrefixIndex),
         flights=Flights(clock()),

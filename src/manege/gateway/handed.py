@@ -5,6 +5,9 @@ do not, nor do controllers elsewhere (they relay). A controller connects, sends 
 socket in one message, and is answered OK, or why not. From then on what comes in on that socket counts as sent with
 that key, so that everything the key is refused stays refused, whatever key the agent sends. The end of the Unix
 connection, also by the controller's death, is the end of that: answers in flight still go out.
+
+In a gateway of several processes the first one has the door and gives each who comes to one worker, to which all calls
+of the attempt then come. When that worker dies, the controller knocks again, at the same door.
 """
 
 import asyncio
@@ -12,6 +15,7 @@ import os
 import secrets
 import socket
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 
 import uvicorn
@@ -19,10 +23,10 @@ from starlette.types import ASGIApp
 
 from manege.errors import ManegeError, ProtocolError
 from manege.gateway.auth import Auth
-from manege.listening import BACKLOG, Keyed, listening
+from manege.listening import BACKLOG, Keyed, listening, readable
 from manege.logs import get_logger, kv
 
-__all__ = ["Handed"]
+__all__ = ["Handed", "open_door"]
 
 OK = b"ok"
 MAX_MESSAGE_BYTES = 4096
@@ -34,24 +38,26 @@ _log = get_logger("gateway")
 
 
 class Handed:
-    """Of one gateway: `open`, then `run` until cancelled."""
+    """Of one process: `open` or `share`, then `run` until cancelled."""
 
     def __init__(self, auth: Auth) -> None:
         self._auth = auth
         self._socket: socket.socket | None = None
+        self._given: asyncio.Queue[tuple[socket.socket, Callable[[], None]]] = asyncio.Queue()
         self.door: str | None = None
         """Its abstract name, without the zero byte before it; None: it is not open, or there are none here (Linux)."""
 
     def open(self) -> None:
         """Make the door; who connects waits for `run`."""
-        if sys.platform != "linux":
-            return
-        name = f"manege-{secrets.token_hex(16)}"
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.setblocking(False)
-        self._socket.bind(f"\0{name}")
-        self._socket.listen(BACKLOG)
-        self.door = name
+        self._socket, self.door = open_door()
+
+    def share(self, door: str | None) -> None:
+        """Another process has the door; who comes in there is given to `knock`."""
+        self.door = door
+
+    def knock(self, connection: socket.socket, closed: Callable[[], None]) -> None:
+        """Somebody came in at a shared door; `closed` is called at the end of that."""
+        self._given.put_nowait((connection, closed))
 
     def close(self) -> None:
         """Nobody comes in any more. Safe to repeat."""
@@ -61,18 +67,20 @@ class Handed:
 
     async def run(self, app: ASGIApp, server: uvicorn.Server) -> None:
         """Take in sockets for an application whose server runs; cancelled, let them all go."""
-        if self._socket is None:
-            return
-        loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as group:
             while True:
-                try:
-                    connection, _ = await loop.sock_accept(self._socket)
-                except OSError as error:
-                    _log.warning(kv("no listening socket can be taken in", reason=error))
-                    await asyncio.sleep(RETRY_S)
-                    continue
-                group.create_task(self._adopt(connection, app, server), name="handed-socket")
+                connection, closed = await self._next()
+                task = group.create_task(self._adopt(connection, app, server), name="handed-socket")
+                task.add_done_callback(lambda _, closed=closed: closed())
+
+    async def _next(self) -> tuple[socket.socket, Callable[[], None]]:
+        while self._socket is not None:
+            try:
+                return (await asyncio.get_running_loop().sock_accept(self._socket))[0], _nothing
+            except OSError as error:
+                _log.warning(kv("no listening socket can be taken in", reason=error))
+                await asyncio.sleep(RETRY_S)
+        return await self._given.get()
 
     async def _adopt(self, connection: socket.socket, app: ASGIApp, server: uvicorn.Server) -> None:
         with connection:
@@ -86,6 +94,22 @@ class Handed:
                     connection.send(str(error).encode())
             except OSError as error:
                 _log.info(kv("a controller went away while it handed over a socket", reason=error))
+
+
+def open_door() -> tuple[socket.socket | None, str | None]:
+    """A door and its name; none where there are none. Who connects waits to be accepted."""
+    if sys.platform != "linux":
+        return None, None
+    name = f"manege-{secrets.token_hex(16)}"
+    door = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    door.setblocking(False)
+    door.bind(f"\0{name}")
+    door.listen(BACKLOG)
+    return door, name
+
+
+def _nothing() -> None:
+    pass
 
 
 async def _serve(connection: socket.socket, listener: socket.socket, app: ASGIApp, server: uvicorn.Server) -> None:
@@ -102,7 +126,7 @@ async def _serve(connection: socket.socket, listener: socket.socket, app: ASGIAp
 
 async def _receive(connection: socket.socket) -> tuple[str, socket.socket]:
     """The key and the socket. Raises ProtocolError, OSError."""
-    await _readable(connection)
+    await readable(connection)
     message, descriptors, _, _ = socket.recv_fds(connection, MAX_MESSAGE_BYTES, 1)
     if not descriptors:
         raise ProtocolError("no socket came with the key; send both in one message")
@@ -115,13 +139,3 @@ async def _receive(connection: socket.socket) -> tuple[str, socket.socket]:
         listener.close()
         raise ProtocolError("the socket that came with the key does not listen")
     return message.decode("utf-8", "replace"), listener
-
-
-async def _readable(connection: socket.socket) -> None:
-    """Return when something has come; event loops have no call that receives descriptors."""
-    loop, came = asyncio.get_running_loop(), asyncio.Event()
-    loop.add_reader(connection, came.set)
-    try:
-        await came.wait()
-    finally:
-        loop.remove_reader(connection)

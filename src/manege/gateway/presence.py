@@ -16,6 +16,7 @@ from contextlib import suppress
 
 from manege.errors import StoreError
 from manege.gateway.hold import Gate
+from manege.gateway.totals import Totals
 from manege.gateway.watchdog import Progress, Watchdog, ages
 from manege.logs import get_logger, kv
 from manege.store.base import GatewayState
@@ -36,9 +37,18 @@ _log = get_logger("gateway")
 class Presence:
     """Of one gateway."""
 
-    def __init__(self, store: SqlStore, gate: Gate, progress: Progress, clock: Callable[[], float]) -> None:
-        self._store, self._gate, self._progress, self._clock = store, gate, progress, clock
-        self.id = f"{socket.gethostname()}-{secrets.token_hex(4)}"
+    def __init__(
+        self,
+        store: SqlStore,
+        gate: Gate,
+        progress: Progress,
+        totals: Totals,
+        clock: Callable[[], float],
+        name: str | None = None,
+    ) -> None:
+        """`name`: of one that takes the place of a dead one with the same, whose sign it replaces."""
+        self._store, self._gate, self._progress, self._totals, self._clock = store, gate, progress, totals, clock
+        self.id = name or f"{socket.gethostname()}-{secrets.token_hex(4)}"
         self._watchdog = Watchdog()
         self._told = asyncio.Event()
         self._signs: dict[str, tuple[float, int]] = {}
@@ -47,7 +57,9 @@ class Presence:
     async def begin(self) -> None:
         """Before the first call, so that a pause that begins from now on waits for this gateway, too."""
         for other in await self._store.gateways():
-            if not self._store.is_shared or other.seen_s < self._clock() - FORGET_S:
+            if other.id == self.id:
+                self._totals.go_on_from(other.state)
+            elif not self._store.is_shared or other.seen_s < self._clock() - FORGET_S:
                 await self._store.leave(other.id)
         await self._beat()
 
@@ -119,6 +131,7 @@ class Presence:
             "held": self._gate.num_held,
             "oldest": ages(self._oldest_here(), self._clock()),
             "progress_s": self._progress.last_s,
+            **self._totals.told(),
         }
         await self._store.beat(self.id, state)
 

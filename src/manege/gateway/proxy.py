@@ -93,13 +93,9 @@ class _Proxy:
     @answers(200, _METRICS_TYPE)
     async def metrics(self, _request: Request) -> Response:
         """Counters and gauges in the text format of Prometheus."""
-        gate, store, engine = self._services.gate, self._services.store, await self._services.engine.state()
+        store, engine = self._services.store, await self._services.engine.state()
         gauges = {
             "manege_rollouts": await store.count_rollouts(),
-            "manege_calls_in_flight": gate.num_in_flight,
-            "manege_calls_held": gate.num_held,
-            "manege_calls_held_total": gate.held_total,
-            "manege_calls_held_seconds_total": gate.held_s,
             "manege_calls_retried": self._services.engine.num_retried,
             "manege_engines_unhealthy": self._services.engine.num_unhealthy,
             "manege_engine_running": engine.running,
@@ -108,7 +104,8 @@ class _Proxy:
             "manege_engine_idle_seconds_total": engine.idle_s,
             "manege_policy_version": await store.policy_version(),
         }
-        text = render({**self._services.counters.values, **gauges})
+        totals = self._services.totals.of_all(await self._services.presence.others())
+        text = render({**totals, **gauges})
         return PlainTextResponse(text, media_type=_METRICS_TYPE)
 
     async def health(self, _request: Request) -> Response:
@@ -117,14 +114,15 @@ class _Proxy:
 
     async def _state(self) -> dict[str, Any]:
         gate, pauses = self._services.gate, self._services.pauses
+        totals = self._services.totals.of_all(await self._services.presence.others())
         return {
             "paused": gate.paused,
             "retry_after_seconds": RETRY_AFTER_S,
             "reason": gate.pause and gate.pause.reason,
             "inflight": gate.num_in_flight + await pauses.num_in_flight_elsewhere(),
-            "held": gate.num_held,
-            "held_total": gate.held_total,
-            "held_s": gate.held_s,
+            "held": totals["manege_calls_held"],
+            "held_total": totals["manege_calls_held_total"],
+            "held_s": totals["manege_calls_held_seconds_total"],
             "engine": await self._services.engine.state(),
             "recorded_since_s": self._services.flights.recorded_since_s,
             "version": await self._services.store.policy_version(),

@@ -7,17 +7,19 @@ import asyncio
 import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Self
 
 import uvicorn
 from starlette.applications import Starlette
 
 from manege.errors import ConfigError
+from manege.gateway.given import Given
 from manege.gateway.services import Services
 from manege.listening import BACKLOG
 from manege.logs import get_logger, kv
 
-__all__ = ["LOOPBACK", "GatewayServer", "Server"]
+__all__ = ["LOOPBACK", "GatewayServer", "Server", "bound", "check_host", "url_of"]
 
 GRACE_S = 3
 """How long answers in flight may take at shutdown; then their connections are closed."""
@@ -33,10 +35,7 @@ class Server:
         self, app: Starlette, *, host: str = "127.0.0.1", port: int = 0, has_explicit_key: bool = False
     ) -> None:
         """Raises ConfigError for another address than loopback without a key that the operator chose."""
-        if host not in LOOPBACK and not has_explicit_key:
-            raise ConfigError(
-                f"host {host!r} can be reached from outside; choose a key for it (gateway.key), or bind 127.0.0.1"
-            )
+        check_host(host, has_explicit_key=has_explicit_key)
         self.app = app
         self._host, self._port = host, port
         self._uvicorn = _Uvicorn(
@@ -58,14 +57,11 @@ class Server:
     @property
     def url(self) -> str:
         """Where it listens; the port is real after `start`."""
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"http://{host}:{self._port}"
+        return url_of(self._host, self._port)
 
     async def start(self) -> None:
         """Return when requests are accepted. Raises ConfigError when the port is in use."""
-        listener = self._bind()
-        self._port = listener.getsockname()[1]
-        self._serving = asyncio.create_task(self._uvicorn.serve([listener]), name="gateway-server")
+        self._serving = asyncio.create_task(self._uvicorn.serve(self._listeners()), name="gateway-server")
         while not self._uvicorn.started:
             if self._serving.done():
                 await self._serving
@@ -90,24 +86,32 @@ class Server:
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
-    def _bind(self) -> socket.socket:
-        try:
-            family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
-            listener = socket.create_server((self._host, self._port), family=family, backlog=BACKLOG)
-        except OSError as error:
-            raise ConfigError(
-                f"cannot listen on {self._host} port {self._port}: {error.strerror}; "
-                "end what uses the port, or choose another (gateway.port; 0: a free one)"
-            ) from error
-        # asyncio leaves it unset on sockets of `create_server`; an answer then waits 40 ms for an acknowledgement.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return listener
+    def _listeners(self) -> list[socket.socket]:
+        listener = bound(self._host, self._port)
+        self._port = listener.getsockname()[1]
+        return [listener]
 
 
 class GatewayServer(Server):
-    """Serves what `create_app` made."""
+    """Serves what `create_app` made; with `given`, what another process accepts, and nothing by itself."""
 
     _tasks: Sequence[asyncio.Task[None]] = ()
+
+    def __init__(
+        self,
+        app: Starlette,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        has_explicit_key: bool = False,
+        given: Given | None = None,
+    ) -> None:
+        super().__init__(app, host=host, port=port, has_explicit_key=has_explicit_key)
+        self._given = given
+
+    @property
+    def url(self) -> str:
+        return self._given.post.url if self._given else super().url
 
     @property
     def services(self) -> Services:
@@ -123,23 +127,33 @@ class GatewayServer(Server):
             await services.auth.agree(is_alone=not await services.presence.others())
             await services.engine.follow()
             await services.pauses.restore()
-            services.handed.open()
+            if self._given is None:
+                services.handed.open()
+            else:
+                services.handed.share(self._given.post.door)
             await super().start()
         except BaseException:
             services.handed.close()
             await services.presence.end()
             raise
-        self._tasks = [
+        tasks = [
             asyncio.create_task(services.presence.run(), name="signs-of-life"),
             asyncio.create_task(self.app.state.following.run(), name="following"),
             asyncio.create_task(services.handed.run(self.app, self._uvicorn), name="handed-sockets"),
         ]
-        for task in self._tasks:
+        if (given := self._given) is not None:
+            knock = partial(services.handed.knock, closed=given.closed)
+            serving = given.run(self._uvicorn, knock, self._lost_elsewhere)
+            tasks.append(asyncio.create_task(serving, name="given-connections"))
+        self._tasks = tasks
+        for task in tasks:
             task.add_done_callback(_report)
 
     async def stop(self) -> None:
         """Safe to repeat."""
         services = self.services
+        if self._given is not None:
+            await self._given.close()
         services.feed.close()
         services.gate.close()
         await super().stop()
@@ -152,6 +166,41 @@ class GatewayServer(Server):
             await services.presence.end()
         services.handed.close()
         await services.engine.close()
+
+    def _lost_elsewhere(self) -> None:
+        """Another worker ended: what it was about to answer may be in no log."""
+        self.services.flights.recorded_since_s = self.services.clock()
+
+    def _listeners(self) -> list[socket.socket]:
+        return [] if self._given else super()._listeners()
+
+
+def check_host(host: str, *, has_explicit_key: bool) -> None:
+    """Raises ConfigError for another address than loopback without a key that the operator chose."""
+    if host not in LOOPBACK and not has_explicit_key:
+        raise ConfigError(
+            f"host {host!r} can be reached from outside; choose a key for it (gateway.key), or bind 127.0.0.1"
+        )
+
+
+def url_of(host: str, port: int) -> str:
+    """Where a server is found."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def bound(host: str, port: int) -> socket.socket:
+    """A socket that listens. Raises ConfigError when it cannot."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host} port {port}: {error.strerror}; "
+            "end what uses the port, or choose another (gateway.port; 0: a free one)"
+        ) from error
+    # asyncio leaves it unset on sockets of `create_server`; an answer then waits 40 ms for an acknowledgement.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return listener
 
 
 def _report(task: asyncio.Task[None]) -> None:

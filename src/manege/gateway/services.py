@@ -23,6 +23,7 @@ from manege.gateway.pauses import Pauses
 from manege.gateway.pool import EnginePool
 from manege.gateway.prefixes import PrefixIndex
 from manege.gateway.presence import Presence
+from manege.gateway.totals import Totals
 from manege.gateway.watchdog import Progress
 from manege.harnesses.harness import Harness
 from manege.rendering.base import Renderer
@@ -106,6 +107,9 @@ class Services:
     feed: Feed
     """Wakes long polls after writes."""
     counters: Counters
+    """Of this process."""
+    totals: Totals
+    """Of all workers of this gateway."""
     conversations: AttemptMemory[Conversation]
     prefixes: AttemptMemory[PrefixIndex]
     """What `conversations` is for engines that take messages."""
