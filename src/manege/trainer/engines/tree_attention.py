@@ -2,10 +2,11 @@
 
 Every segment of the tree sees its prefix nodes and, causally, itself. Segments of like size are padded to one batch
 (a bucket): their keys and values are gathered by node index, so that the work is that of the real prefixes, not of
-all pairs of nodes. Query heads that share a key-value head are folded into the query length.
+all pairs of nodes. Query heads that share a key-value head are folded into the query length. A long segment attends
+alone and without a mask in memory, which would grow with the square of its length: on GPUs that is flash attention.
 
-Shape legend: N nodes, S segments of a bucket, M padded segment length, C padded length of prefix + segment, H query
-heads, K key-value heads, G = H / K, D head size.
+Shape legend: N nodes, S segments of a bucket, M padded segment length, C padded length of prefix + segment (of a long
+one: not padded), H query heads, K key-value heads, G = H / K, D head size.
 """
 
 from collections.abc import Sequence
@@ -15,10 +16,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
 
 from manege.trainer.algo.tree import PrefixTree, Segment
 
 __all__ = ["TreeAttention"]
+
+_LONG = 256
+"""Nodes of a segment that attends alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,13 +40,28 @@ class _Bucket:
     """Their nodes."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Alone:
+    start: int
+    stop: int
+    key_C: Tensor
+    """Node of each key: those of the prefix, then its own."""
+
+
 class TreeAttention:
     """An `Attend` over one tree; made once per micro-batch and used by every layer."""
 
     def __init__(self, tree: PrefixTree, *, device: torch.device, dtype: torch.dtype) -> None:
         self._num_nodes = len(tree.ids_N)
-        self._buckets = [_bucket(segments, device, dtype) for segments in _like_sizes(tree.segments)]
-        order = torch.cat([bucket.nodes for bucket in self._buckets])
+        short = [segment for segment in tree.segments if segment.stop - segment.start < _LONG]
+        self._buckets = [_bucket(segments, device, dtype) for segments in _like_sizes(short)]
+        self._alone = [_alone(segment, device) for segment in tree.segments if segment.stop - segment.start >= _LONG]
+        order = torch.cat(
+            [
+                *(bucket.nodes for bucket in self._buckets),
+                *(torch.arange(each.start, each.stop, device=device) for each in self._alone),
+            ]
+        )
         self._restore = torch.empty_like(order)
         self._restore[order] = torch.arange(len(order), device=device)
 
@@ -62,7 +82,27 @@ class TreeAttention:
             out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=scale)
             out = out.view(size_s, size_k, group, size_m, head_dim).permute(0, 3, 1, 2, 4)
             outputs.append(out.reshape(size_s * size_m, -1).index_select(0, bucket.valid))
+        for each in self._alone:
+            outputs.append(_attend_alone(each, q_NHD, k_NKD, v_NKD, scale).flatten(1))
         return torch.cat(outputs).index_select(0, self._restore).view(self._num_nodes, num_heads, head_dim)
+
+
+def _attend_alone(each: _Alone, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor, scale: float) -> Tensor:
+    """(M, H, D)."""
+    q_1HMD = q_NHD[each.start : each.stop].transpose(0, 1)[None]
+    group = q_NHD.shape[1] // k_NKD.shape[1]
+    # By hand: not every kernel takes fewer key-value heads than query heads together with this kind of mask.
+    k_1HCD, v_1HCD = (
+        x.index_select(0, each.key_C).repeat_interleave(group, 1).transpose(0, 1)[None] for x in (k_NKD, v_NKD)
+    )
+    mask = causal_lower_right(each.stop - each.start, len(each.key_C))
+    out_1HMD = F.scaled_dot_product_attention(q_1HMD, k_1HCD, v_1HCD, attn_mask=mask, scale=scale)
+    return out_1HMD[0].transpose(0, 1)
+
+
+def _alone(segment: Segment, device: torch.device) -> _Alone:
+    key = np.concatenate([segment.prefix, np.arange(segment.start, segment.stop)])
+    return _Alone(start=segment.start, stop=segment.stop, key_C=torch.from_numpy(key).to(device))
 
 
 def _like_sizes(segments: Sequence[Segment]) -> Sequence[Sequence[Segment]]:
