@@ -22,6 +22,7 @@ from manege.errors import ConfigError
 from manege.kubernetes_config import KubernetesConfig
 from manege.section import PositiveFloat, PositiveInt, Section
 from manege.train_config import TrainConfig
+from manege.types import EngineWire
 
 __all__ = [
     "AgentConfig",
@@ -106,12 +107,20 @@ class GatewayConfig(Section):
     key: str | None = None
     """The operator key; None: made at first start and kept in a file of mode 0600."""
     engine_url: str | list[str] | None = None
-    """An engine that speaks vLLM's token wire, or several; None: the local one."""
+    """An engine that takes token ids, or several; None: the local one."""
+    engine_wire: EngineWire = "vllm"
+    """How engine_url takes them: vLLM's token wire (`manege engine` too), or SGLang's native one."""
     store: str | None = None
     """Its database: a path of SQLite, or postgresql://user@host/name, which several gateways may share; None: manege.db
     in the run folder."""
     max_body_mb: PositiveInt = 64
     """The largest request body, unpacked, in MiB; the default holds a prompt of a million tokens as text."""
+
+    @model_validator(mode="after")
+    def _wire_of_something(self) -> "GatewayConfig":
+        if self.engine_wire != "vllm" and not self.engine_url:
+            raise ValueError(f"engine_wire = {self.engine_wire!r} does nothing here: it needs engine_url")
+        return self
 
 
 class EngineConfig(Section):

@@ -8,7 +8,7 @@ Shape legend: T tokens of one sequence, P prompt tokens, R sampled (response) to
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NewType
+from typing import Any, Literal, NewType
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +19,7 @@ __all__ = [
     "Call",
     "CallId",
     "Delivered",
+    "EngineWire",
     "Event",
     "FinishReason",
     "FloatArray",
@@ -45,6 +46,8 @@ PolicyVersion = NewType("PolicyVersion", int)
 JsonObject = Mapping[str, Any]
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
+EngineWire = Literal["vllm", "sglang"]
+"""How an engine elsewhere takes token ids; `manege engine` speaks vLLM's wire."""
 
 
 class RolloutState(StrEnum):
@@ -215,6 +218,9 @@ class Call:
     """What filters took out of the request, and what its protocol left out of it; one line each."""
     constrained: bool = False
     """Sampled under a grammar, so it is not what the policy would have said: never trained."""
+    routed_experts: str | None = None
+    """Of a mixture of experts, base64 of a .npy file, (N, layers, experts per token): of the last N of its tokens but
+    the very last, all that its parent does not have. None: the engine did not tell."""
     flaw: str | None = None
     """Why the engine's token ids cannot be used; then the arrays are empty, and the call is never trained."""
     created_s: float

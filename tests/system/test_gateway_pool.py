@@ -83,7 +83,7 @@ async def test_calls_go_to_a_registered_engine_and_back_to_the_gateways_own_when
         made = await register(http, f"{url}/v1", version=4)
         assert made.status_code == 201
         assert (await http.get("/api/models")).json() == [
-            {"model": "m", "endpoint": f"{url}/v1", "version": 4, "mode": "tokens"}
+            {"model": "m", "endpoint": f"{url}/v1", "version": 4, "mode": "tokens", "wire": "vllm"}
         ]
         assert await ask() == "x"
         assert (await http.delete("/api/models")).json() == {"status": "ok"}

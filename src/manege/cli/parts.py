@@ -21,7 +21,7 @@ from manege.controller.loop import Controller
 from manege.engine.base import Engine
 from manege.engine.launch import engine_servers
 from manege.engine.threads import calm_threads
-from manege.engine.upstream import UpstreamEngine
+from manege.engine.wires import token_engine
 from manege.errors import ConfigError, ManegeError
 from manege.gateway.app import create_app
 from manege.gateway.auth import operator_key
@@ -33,7 +33,7 @@ from manege.rendering.select import renderer_for
 from manege.sandbox.probe import probe, require
 from manege.store.sql import SqlStore
 from manege.trainer.engines.base import TrainEngine
-from manege.types import Task
+from manege.types import EngineWire, Task
 
 __all__ = [
     "FolderLock",
@@ -135,9 +135,9 @@ def local_engine(model: ModelConfig, config: EngineConfig, *, seed: int) -> tupl
     return folder, served(load(model, folder), folder, model, config, seed=seed)
 
 
-def upstream_engines(urls: str | Sequence[str]) -> Mapping[str, Engine]:
+def upstream_engines(urls: str | Sequence[str], wire: EngineWire = "vllm") -> Mapping[str, Engine]:
     """Engines elsewhere, by their addresses."""
-    return {url: UpstreamEngine(url) for url in _listed(urls)}
+    return {url: token_engine(url, wire) for url in _listed(urls)}
 
 
 def _listed(urls: str | Sequence[str] | None) -> Sequence[str]:
@@ -148,8 +148,10 @@ def _engines(
     config: RunConfig, folder: ModelFolder, train: bool, started: Sequence[str], ranks: Ranks | None
 ) -> tuple[Mapping[str, Engine], TrainEngine | None]:
     """The engines and, over the same weights unless they are elsewhere, the train engine. `started`: by the run."""
-    if urls := [*started, *_listed(config.gateway.engine_url)]:
-        return upstream_engines(urls), _train_engine_apart(config, folder, ranks) if train else None
+    wire: EngineWire = "sglang" if config.backend.engines.kind == "sglang" else "vllm"
+    named = upstream_engines(_listed(config.gateway.engine_url), config.gateway.engine_wire)
+    if elsewhere := {**upstream_engines(started, wire), **named}:
+        return elsewhere, _train_engine_apart(config, folder, ranks) if train else None
     model = load(config.model, folder)
     trainer, others = _train_engine(model, folder, config, ranks) if train else (None, {})
     return {"local": served(model, folder, config.model, config.engine, seed=config.seed), **others}, trainer

@@ -9,8 +9,11 @@ from typing import Literal
 
 from manege.engine.base import Engine, EngineCapabilities, Sampling, collect
 from manege.engine.messages import MessagesEngine
-from manege.engine.upstream import UpstreamEngine
+from manege.engine.proof import REMEDY, tells_tempered_logprobs
+from manege.engine.wires import token_engine
 from manege.errors import ManegeError, UnprocessableError
+from manege.logs import get_logger, kv
+from manege.types import EngineWire
 
 __all__ = ["Member", "Mode", "Registration", "choose", "probe"]
 
@@ -20,6 +23,8 @@ CHECK_S = 5.0
 """For the answer of an engine that is asked whether it is back."""
 MAX_EXTRA_CALLS = 4
 """An engine that has this many calls more than twice those of the idlest one is overloaded."""
+
+_log = get_logger("gateway")
 
 _MESSAGES_CAPABILITIES = EngineCapabilities(inflight=frozenset({"drain"}), weights=frozenset())
 
@@ -36,7 +41,9 @@ class Registration:
     version: int = 0
     """Of its weights, where the endpoint itself does not say."""
     mode: Mode = "messages"
-    """`messages`: it takes chat completions and returns its ids; `tokens`: it speaks vLLM's token wire."""
+    """`messages`: it takes chat completions and returns its ids; `tokens`: it takes token ids."""
+    wire: EngineWire = "vllm"
+    """How it takes token ids: on vLLM's token wire, or SGLang's native one."""
 
     @property
     def root(self) -> str:
@@ -63,8 +70,11 @@ class Member:
     @classmethod
     def registered(cls, entry: Registration, clock: Callable[[], float]) -> "Member":
         """With a client of its own."""
-        kind = MessagesEngine if entry.mode == "messages" else UpstreamEngine
-        return cls(entry.root, kind(entry.endpoint, version=entry.version), model=entry.model, clock=clock)
+        if entry.mode == "messages":
+            engine = MessagesEngine(entry.endpoint, version=entry.version)
+        else:
+            engine = token_engine(entry.endpoint, entry.wire, version=entry.version)
+        return cls(entry.root, engine, model=entry.model, clock=clock)
 
     @property
     def capabilities(self) -> EngineCapabilities:
@@ -121,20 +131,29 @@ def choose(members: list[Member], session: str) -> Member:
 
 
 async def probe(entry: Registration) -> None:
-    """Raises UnprocessableError for an endpoint that does not answer, or not with one token in mode `tokens`."""
-    member = Member.registered(entry, time.monotonic)
+    """Raises UnprocessableError for an endpoint that does not answer; in mode `tokens`, for one that does not sample
+    from token ids, or tells log-probabilities of another temperature."""
+    member, is_tempered = Member.registered(entry, time.monotonic), None
     try:
         async with asyncio.timeout(PROBE_S):
             if member.messages is not None:
                 await member.messages.check()
             elif member.tokens is not None:
                 await collect(member.tokens.generate([0], Sampling(max_new_tokens=1)))
+                is_tempered = await tells_tempered_logprobs(member.tokens)
     except TimeoutError:
         raise _refused(entry, f"no answer within {PROBE_S:g} s") from None
     except ManegeError as error:
         raise _refused(entry, str(error)) from error
     finally:
         await member.close()
+    if is_tempered is False:
+        raise UnprocessableError(
+            f"endpoint {entry.endpoint} of model {entry.model!r} is not registered, since the log-probabilities "
+            f"that it tells are not those of the temperature that it is asked to sample with: {REMEDY}"
+        )
+    if is_tempered is None and entry.mode == "tokens":
+        _log.warning(kv("an engine could not be proven to tell log-probabilities at a temperature", url=entry.root))
 
 
 def _refused(entry: Registration, reason: str) -> UnprocessableError:
@@ -144,7 +163,9 @@ def _refused(entry: Registration, reason: str) -> UnprocessableError:
         what = "no token could be sampled from token ids"
         advice = (
             "It must serve vLLM's token wire: start vLLM with --enable-scale-out --logprobs-mode processed_logprobs, "
-            "or `manege engine`"
+            "or `manege engine`; or register SGLang with wire `sglang`"
+            if entry.wire == "vllm"
+            else "It must be SGLang, 0.5.6 or newer"
         )
     return UnprocessableError(
         f"endpoint {entry.endpoint} of model {entry.model!r} is not registered, since {what}: {reason}. {advice}"

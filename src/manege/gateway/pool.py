@@ -105,7 +105,7 @@ class EnginePool:
         async with self._changing:
             for entry in registrations:
                 known = self._registrations.get(entry.root)
-                if known is None or known.mode != entry.mode:
+                if known is None or (known.mode, known.wire) != (entry.mode, entry.wire):
                     await probe(entry)
 
             def add(stored: Any) -> Any:

@@ -1,0 +1,16 @@
+"""The client of an engine elsewhere that takes token ids, by the wire that it speaks."""
+
+from manege.engine.base import Engine
+from manege.engine.proof import ProvenEngine
+from manege.engine.sglang import SglangEngine
+from manege.engine.upstream import UpstreamEngine
+from manege.types import EngineWire
+
+__all__ = ["token_engine"]
+
+_CLIENTS: dict[EngineWire, type[UpstreamEngine] | type[SglangEngine]] = {"vllm": UpstreamEngine, "sglang": SglangEngine}
+
+
+def token_engine(url: str, wire: EngineWire, *, version: int = 0) -> Engine:
+    """`url`: root of the server, with or without `/v1`. `version`: of its weights, until the server says."""
+    return ProvenEngine(_CLIENTS[wire](url, version=version), url)
