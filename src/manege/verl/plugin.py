@@ -5,9 +5,13 @@ verl is half imported meanwhile: a module that imports verl itself may be import
 
 import os
 
+from manege.verl import registering
+
 __all__: list[str] = []
 
 if os.environ.get("VERL_PLATFORM", "").strip().lower() == "cpu":
     from manege.trainer.engines.verl import cpu
 
     cpu.register()
+
+registering.register()

@@ -13,27 +13,50 @@ from collections.abc import Sequence
 
 from manege.trainer.algo.samples import Sample
 
-__all__ = ["sample_weights"]
+__all__ = ["sample_weight", "sample_weights"]
 
 
 def sample_weights(
     rollouts: Sequence[Sequence[Sample]], rule: str, *, constant_tokens: int | None = None
 ) -> Sequence[Sequence[float]]:
     """Weights in the shape of `rollouts`: the samples of each rollout that has a reward (perhaps none)."""
-    num_rollouts = len(rollouts)
     tokens = [sum(sample.num_trained for sample in samples) for samples in rollouts]
-    num_samples = sum(len(samples) for samples in rollouts)
+    num_samples, num_tokens = sum(len(samples) for samples in rollouts), sum(tokens)
+    return [
+        [
+            sample_weight(
+                rule,
+                num_rollouts=len(rollouts),
+                num_samples=num_samples,
+                num_tokens=num_tokens,
+                rollout_tokens=tokens[index],
+                sample_tokens=sample.num_trained,
+                constant_tokens=constant_tokens,
+            )
+            for sample in samples
+        ]
+        for index, samples in enumerate(rollouts)
+    ]
 
-    def weight(index: int, sample: Sample) -> float:
-        if rule == "rollout_mean":
-            return 1 / (num_rollouts * tokens[index])
-        if rule == "token_mean":
-            return 1 / sum(tokens)
-        if rule == "constant":
-            assert constant_tokens is not None
-            return 1 / (num_rollouts * constant_tokens)
-        if rule == "sample_mean":
-            return 1 / (num_samples * sample.num_trained)
-        raise ValueError(f"unknown weighting {rule!r}; known: rollout_mean, constant, token_mean, sample_mean")
 
-    return [[weight(index, sample) for sample in samples] for index, samples in enumerate(rollouts)]
+def sample_weight(
+    rule: str,
+    *,
+    num_rollouts: int,
+    num_samples: int,
+    num_tokens: int,
+    rollout_tokens: int,
+    sample_tokens: int,
+    constant_tokens: int | None,
+) -> float:
+    """Of one sample, from the sizes of its optimiser step (N, S, sum of T_j), its rollout (T_i) and itself (T_s)."""
+    if rule == "rollout_mean":
+        return 1 / (num_rollouts * rollout_tokens)
+    if rule == "token_mean":
+        return 1 / num_tokens
+    if rule == "constant":
+        assert constant_tokens is not None
+        return 1 / (num_rollouts * constant_tokens)
+    if rule == "sample_mean":
+        return 1 / (num_samples * sample_tokens)
+    raise ValueError(f"unknown weighting {rule!r}; known: rollout_mean, constant, token_mean, sample_mean")
