@@ -10,6 +10,7 @@ import gc
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import get_args
 
 from rich.console import Console
 
@@ -23,6 +24,7 @@ from manege.gateway.server import check_host
 from manege.gateway.workers import Workers
 from manege.model.folder import ModelFolder, open_folder
 from manege.store.dialect import database_of
+from manege.types import EngineWire
 
 EXAMPLES = """examples:
   manege gateway --model smollm2 --port 8400 --folder runs/gateway
@@ -39,7 +41,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--engine",
         metavar="URL",
         action="append",
-        help="an engine that speaks vLLM's token wire (again for several), or none; default: local",
+        help="an engine that takes token ids (again for several), or none; default: local",
+    )
+    parser.add_argument(
+        "--engine-wire",
+        choices=get_args(EngineWire),
+        default=GatewayConfig().engine_wire,
+        help="how it takes them (default: %(default)s, which `manege engine` speaks too)",
     )
     parser.add_argument("--host", default=GatewayConfig().host, help="address to bind (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8400, help="port to bind, 0: any (default: %(default)s)")
@@ -118,6 +126,7 @@ async def _lead(arguments: argparse.Namespace, config: GatewayConfig, data: Path
 def _command(arguments: argparse.Namespace, data: Path, post: Post) -> list[str]:
     """Of a worker: what its gateway was started with, but for the port."""
     words = ["--model", arguments.model, "--folder", str(data), "--store", arguments.store, "--post", post.dumped()]
+    words += ["--engine-wire", arguments.engine_wire]
     for engine in arguments.engine:
         words += ["--engine", engine]
     if arguments.operator_key is not None:
@@ -138,7 +147,7 @@ async def _engines(arguments: argparse.Namespace) -> tuple[ModelFolder | str, Ma
         folder, engine = await asyncio.to_thread(local_engine, model, EngineConfig(), seed=0)
         return folder, {"local": engine}
     if arguments.engine != ["none"]:
-        return open_folder(arguments.model), upstream_engines(arguments.engine)
+        return open_folder(arguments.model), upstream_engines(arguments.engine, arguments.engine_wire)
     try:
         return open_folder(arguments.model), {}
     except ModelError:

@@ -138,7 +138,13 @@ def _vllm_flags(backend: BackendConfig, model: ModelConfig, package: str) -> dic
 
 
 def _sglang_flags(backend: BackendConfig, model: ModelConfig) -> dict[str, Any]:
-    flags: dict[str, Any] = {"tp-size": backend.engines.tensor_parallel, "sampling-defaults": "openai"}
+    flags: dict[str, Any] = {
+        "tp-size": backend.engines.tensor_parallel,
+        "sampling-defaults": "openai",
+        # What our client needs (`sglang`).
+        "incremental-streaming-output": True,
+        "grammar-backend": "llguidance",
+    }
     if model.max_context is not None:
         flags["context-length"] = model.max_context
     if backend.colocated:
