@@ -65,6 +65,10 @@ async def _serve(stack: AsyncExitStack, model: LanguageModel, folder: ModelFolde
 
 def _train(pipe: Connection, model: LanguageModel, folder: ModelFolder, order: RankOrder) -> None:
     config, device = order.config, next(model.module.parameters()).device
+    try:
+        pipe.recv()  # all ranks have loaded
+    except EOFError:
+        return
     group = RankGroup(
         order.rank, config.backend.num_ranks, order.meeting, device=device, timeout_s=config.backend.timeout_s
     )

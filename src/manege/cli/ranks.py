@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from manege.model.base import LanguageModel
     from manege.trainer.engines.ranks import RanksEngine
 
+BEGIN_S = 900.0
+"""For a rank's model to be loaded."""
 LOOK_S = 0.5
 """Between two looks at the processes."""
 
@@ -73,10 +75,12 @@ class Ranks:
 
         config, urls = self._config, {}
         for process in self.processes:
-            answer = process.answer()
+            answer = process.answer(BEGIN_S)
             if isinstance(answer, ManegeError):
                 raise TrainerError(f"rank {process.rank} could not begin: {answer}") from answer
             urls[f"rank {process.rank}"] = answer
+        for process in self.processes:
+            process.ask("join")
         group = RankGroup(
             0,
             config.backend.num_ranks,

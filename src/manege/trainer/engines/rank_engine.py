@@ -15,6 +15,7 @@ import torch
 from manege.config import TrainConfig
 from manege.engine.threads import physical_cores
 from manege.errors import ManegeError, TrainerError
+from manege.logs import get_logger
 from manege.model.base import LanguageModel
 from manege.model.folder import ModelFolder
 from manege.trainer.engines.base import WeightedSample
@@ -24,6 +25,8 @@ from manege.trainer.engines.torch import TorchEngine
 from manege.trainer.objective import Objective
 
 __all__ = ["RankEngine"]
+
+_log = get_logger("trainer")
 
 
 class RankEngine(TorchEngine):
@@ -49,9 +52,11 @@ class RankEngine(TorchEngine):
         try:
             own = super().accumulate(batch, objective)
         except Exception as error:  # whatever it is, the others wait for this rank
-            self._group.told(f"rank {self._group.rank} failed: {_told(error)}")
-            raise
-        told = self._group.told(own)
+            if not isinstance(error, ManegeError):
+                _log.exception("a rank failed")
+            told = self._group.told(f"rank {self._group.rank} failed: {_told(error)}")
+        else:
+            told = self._group.told(own)
         if failures := [each for each in told if isinstance(each, str)]:
             raise TrainerError(f"{failures[0]}; weights are unchanged")
         for parameter in self._parameters:

@@ -63,7 +63,7 @@ class RankProcess:
         timeout_s = self._timeout_s if timeout_s is None else timeout_s
         try:
             if not self._pipe.poll(timeout_s):
-                self.kill(f"rank {self.rank} hangs: it gave no answer within backend.timeout_s = {self._timeout_s:g}")
+                self.kill(f"rank {self.rank} hangs: it gave no answer within {timeout_s:g} s (backend.timeout_s)")
             return self._pipe.recv()
         except (OSError, EOFError) as error:
             raise self._lost() from error
