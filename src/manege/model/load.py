@@ -8,6 +8,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from manege.model.base import LanguageModel
 from manege.model.folder import ModelFolder
 from manege.model.llama import Llama, can_compute
 
-__all__ = ["export_folder", "load_model", "read_weights", "weights_dtype"]
+__all__ = ["export_folder", "exported_folder", "load_model", "read_weights", "weights_dtype"]
 
 _KEPT = ("*.json", "*.jinja", "*.txt", "*.model")
 
@@ -75,6 +76,15 @@ def export_folder(
     """Write a Hugging Face model folder: the source's config, tokenizer and template with the present weights, or with
     those that are given under the same names."""
     named = model.module.named_parameters() if weights is None else weights
+    with exported_folder(source, target) as unfinished:
+        state = {name: tensor.detach().cpu().contiguous() for name, tensor in named}
+        save_file(state, unfinished / "model.safetensors", {"format": "pt"})
+
+
+@contextmanager
+def exported_folder(source: ModelFolder, target: Path) -> Iterator[Path]:
+    """The same with weights that somebody else writes: into the folder that is given, which takes its name if the block
+    ends well."""
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
@@ -82,9 +92,8 @@ def export_folder(
             for path in source.path.glob(pattern):
                 if not path.name.endswith(".safetensors.index.json"):
                     shutil.copyfile(path, unfinished / path.name)
-        state = {name: tensor.detach().cpu().contiguous() for name, tensor in named}
-        save_file(state, unfinished / "model.safetensors", {"format": "pt"})
-        dtype = str(next(iter(state.values())).dtype).removeprefix("torch.")
+        yield unfinished
+        dtype = str(next(_tensors(unfinished))[1].dtype).removeprefix("torch.")
         config = {key: value for key, value in source.config.items() if key != "torch_dtype"} | {"dtype": dtype}
         (unfinished / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if target.exists():

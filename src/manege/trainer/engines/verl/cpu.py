@@ -16,15 +16,7 @@ import torch
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 from verl.utils import distributed
 
-__all__ = ["ENVIRONMENT", "CpuPlatform", "register"]
-
-ENVIRONMENT = {
-    "VERL_PLATFORM": "cpu",
-    "VERL_ENGINE_DEVICE": "cuda",
-    # In every process of verl's, also where this package's entry points are not installed; an error there is heard.
-    "VERL_USE_EXTERNAL_MODULES": "manege.verl.plugin",
-}
-"""Of the driver, before it imports verl, and of its workers."""
+__all__ = ["CpuPlatform", "register"]
 
 
 class _CpuDevice(ModuleType):

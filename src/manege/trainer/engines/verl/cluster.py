@@ -1,0 +1,83 @@
+"""Ray, as a run uses it: started on this machine for the run, or a cluster that runs already.
+
+A Ray of our own listens on loopback and ends with this process, however that ends (its key: `environment`). What a run
+needs is counted before anything is placed, so that nothing waits for a machine that will never come.
+"""
+
+# pyright: reportMissingImports=false
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+
+from manege.config import BackendConfig
+from manege.errors import TrainerError
+
+__all__ = ["places", "ray_session"]
+
+_SYSTEM_CPUS = 1
+"""For what is no rank; Ray starts a process in advance for each."""
+
+
+@contextmanager
+def ray_session(backend: BackendConfig, environment: Mapping[str, str], *, cpu: bool) -> Iterator[None]:
+    """Ray is there inside. `environment`: of every worker. Raises TrainerError for a cluster that cannot be reached."""
+    options = {
+        "namespace": "manege",
+        "runtime_env": {"env_vars": dict(environment)},
+        "log_to_driver": False,
+        "logging_level": "error",
+    }
+    if backend.ray_address is None:
+        options |= {
+            "address": "local",
+            "include_dashboard": False,
+            "_node_ip_address": "127.0.0.1",
+            "num_cpus": backend.num_ranks + _SYSTEM_CPUS,
+        }
+        if cpu:
+            options["num_gpus"] = backend.num_ranks
+    else:
+        options["address"] = backend.ray_address
+    try:
+        ray.init(**options)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        where = backend.ray_address or "on this machine"
+        raise TrainerError(f"Ray {where} cannot be had: {error}; look at backend.ray_address") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+@contextmanager
+def places(backend: BackendConfig) -> Iterator[Sequence[PlacementGroup]]:
+    """A group per node, with a bundle of one GPU per rank. Raises TrainerError where the cluster has too few."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    fitting = [node for node in nodes if node.get("GPU", 0) >= backend.ranks_per_node]
+    if len(fitting) < backend.nodes:
+        raise TrainerError(
+            f"backend.nodes = {backend.nodes} and backend.ranks_per_node = {backend.ranks_per_node} need as many "
+            f"machines with as many GPUs; Ray has {len(nodes)} with {_listed(nodes)}"
+        )
+    bundles = [{"GPU": 1, "CPU": 1}] * backend.ranks_per_node
+    groups = [placement_group(bundles, strategy="STRICT_PACK") for _ in range(backend.nodes)]
+    try:
+        for group in groups:
+            if not group.wait(timeout_seconds=min(60, backend.timeout_s)):
+                raise TrainerError(
+                    f"backend.nodes = {backend.nodes} machines with {backend.ranks_per_node} free GPUs and CPUs each: "
+                    f"Ray has free {ray.available_resources().get('GPU', 0):.0f} GPUs and "
+                    f"{ray.available_resources().get('CPU', 0):.0f} CPUs; is another run there?"
+                )
+        yield groups
+    finally:
+        for group in groups:
+            # The cluster may be what has failed.
+            with suppress(Exception):
+                remove_placement_group(group)
+
+
+def _listed(nodes: Sequence[Mapping[str, float]]) -> str:
+    return ", ".join(f"{node.get('GPU', 0):.0f}" for node in nodes) + " GPUs"

@@ -1,0 +1,32 @@
+"""Variables of the driver and of its ranks. Ray and verl read theirs when they are imported: `prepare` comes first.
+
+A Ray that we start lets in only who has the key that is made here, so that no one else on this machine can use it.
+"""
+
+import os
+import secrets
+
+from manege.config import BackendConfig
+
+__all__ = ["prepare"]
+
+_CPU = {
+    "VERL_PLATFORM": "cpu",
+    "VERL_ENGINE_DEVICE": "cuda",
+    # Where this package's entry points are not installed, too; and an error in it is heard.
+    "VERL_USE_EXTERNAL_MODULES": "manege.verl.plugin",
+}
+
+
+def prepare(backend: BackendConfig, *, cpu: bool) -> dict[str, str]:
+    """Sets this process's variables, and returns those that every rank needs."""
+    ranks = dict(_CPU) if cpu else {}
+    if backend.ray_address is None:
+        if cpu:
+            ranks["GLOO_SOCKET_IFNAME"] = "lo"
+        if "RAY_AUTH_MODE" not in os.environ:
+            os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        # Half a minute is Ray's own patience, too little for a busy machine.
+        os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
+    os.environ |= ranks
+    return ranks
