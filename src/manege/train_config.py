@@ -59,7 +59,7 @@ class TrainConfig(Section):
     """Keep only what lies between the layers for the backward pass and compute the rest again: far less memory for a
     third more time."""
     prefix_tree: bool = True
-    """Compute tokens that samples share as a prefix once."""
+    """Compute tokens that samples share as a prefix once, by default where the train engine can."""
     micro_batch_tokens: PositiveInt = 1024
     """Tokens (unique ones with the prefix tree) per forward and backward pass."""
     stop_success: Annotated[float, Field(gt=0, le=1)] | None = None

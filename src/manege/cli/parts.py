@@ -13,6 +13,7 @@ from typing import IO, TYPE_CHECKING
 from rich.console import Console
 
 from manege.cli.ranks import Ranks, other_ranks
+from manege.cli.verl import verl_engine
 from manege.client import Client
 from manege.config import EngineConfig, GatewayConfig, ModelConfig, RunConfig
 from manege.controller.environment import fill
@@ -114,7 +115,11 @@ async def serving(config: RunConfig, *, train: bool, terminal: str | None = None
         if train:
             serves = not (urls or config.gateway.engine_url)
             ranks = await stack.enter_async_context(other_ranks(config, serves=serves))
-        engines, train_engine = await asyncio.to_thread(_engines, config, model_folder, train, urls, ranks)
+        verl = None
+        if train:
+            has_engines = bool(urls or config.gateway.engine_url)
+            verl = await stack.enter_async_context(verl_engine(config, model_folder, has_engines=has_engines))
+        engines, train_engine = await asyncio.to_thread(_engines, config, model_folder, train and not verl, urls, ranks)
         for engine in engines.values():
             stack.push_async_callback(engine.close)
         server = await stack.enter_async_context(
@@ -126,7 +131,7 @@ async def serving(config: RunConfig, *, train: bool, terminal: str | None = None
         # Who paused it may have died with the trainer that was in this process.
         await client.resume()
         await stack.enter_async_context(controlling(client, config, terminal=terminal))
-        yield Parts(client=client, train_engine=train_engine, folder=model_folder)
+        yield Parts(client=client, train_engine=verl or train_engine, folder=model_folder)
 
 
 def local_engine(model: ModelConfig, config: EngineConfig, *, seed: int) -> tuple[ModelFolder, Engine]:
@@ -224,8 +229,11 @@ async def train_engine_alone(config: RunConfig, client: Client) -> AsyncIterator
     async with client:
         await client.state()
         folder = open_folder(config.model.path)
-        async with other_ranks(config, serves=False) as ranks:
-            engine = await asyncio.to_thread(_train_engine_apart, config, folder, ranks)
+        async with (
+            other_ranks(config, serves=False) as ranks,
+            verl_engine(config, folder, has_engines=True) as verl,
+        ):
+            engine = verl or await asyncio.to_thread(_train_engine_apart, config, folder, ranks)
             yield Parts(client=client, train_engine=engine, folder=folder)
 
 

@@ -12,7 +12,8 @@ __all__ = ["check_capabilities", "check_engines"]
 def check_capabilities(config: RunConfig, engine: TrainEngine) -> None:
     """Raises TrainerError that names the setting and what to do."""
     can = engine.capabilities
-    if config.train.prefix_tree and not can.prefix_tree:
+    # By default it is used where there is one: what is computed is the same.
+    if config.train.prefix_tree and "prefix_tree" in config.train.model_fields_set and not can.prefix_tree:
         raise TrainerError("train.prefix_tree = true: this train engine has none; set it to false")
     if config.credit.loss not in can.losses:
         raise TrainerError(
