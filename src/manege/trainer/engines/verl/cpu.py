@@ -16,7 +16,9 @@ import torch
 from verl.plugin.platform import PlatformBase, PlatformRegistry
 from verl.utils import distributed
 
-__all__ = ["CpuPlatform", "register"]
+from manege.trainer.engines.verl.environment import ENVIRONMENT
+
+__all__ = ["ENVIRONMENT", "CpuPlatform", "register"]
 
 
 class _CpuDevice(ModuleType):

@@ -8,19 +8,20 @@ import secrets
 
 from manege.config import BackendConfig
 
-__all__ = ["prepare"]
+__all__ = ["ENVIRONMENT", "prepare"]
 
-_CPU = {
+ENVIRONMENT = {
     "VERL_PLATFORM": "cpu",
     "VERL_ENGINE_DEVICE": "cuda",
     # Where this package's entry points are not installed, too; and an error in it is heard.
     "VERL_USE_EXTERNAL_MODULES": "manege.verl.plugin",
 }
+"""Of all processes of verl on a machine without a GPU."""
 
 
 def prepare(backend: BackendConfig, *, cpu: bool) -> dict[str, str]:
     """Sets this process's variables, and returns those that every rank needs."""
-    ranks = dict(_CPU) if cpu else {}
+    ranks = dict(ENVIRONMENT) if cpu else {}
     if backend.ray_address is None:
         if cpu:
             ranks["GLOO_SOCKET_IFNAME"] = "lo"

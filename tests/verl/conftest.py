@@ -1,0 +1,19 @@
+"""Tests with verl and Ray, in the environment of `make verl`."""
+
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+# The cases of every train engine run here, too.
+pytest.register_assert_rewrite("tests.contract.test_train_engine")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if HERE in item.path.parents:
+            # Of verl, Ray and transformers, which are not ours to mend.
+            item.add_marker(pytest.mark.filterwarnings("ignore"))
+            # Processes that import torch, transformers and Ray, on two cores.
+            item.add_marker(pytest.mark.timeout(900))
