@@ -34,9 +34,9 @@ def rows(folder, kind):
     return [row for row in map(json.loads, lines) if row["kind"] == kind]
 
 
-def wait_for_steps(process, folder, num_steps):
+def wait_for_steps(process, folder, num_steps, timeout_s=100):
     """Until that many steps are in the metrics file."""
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise AssertionError(f"ended early: {process.communicate()}")

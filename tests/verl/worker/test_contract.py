@@ -3,7 +3,6 @@
 import pytest
 
 from tests.contract.test_train_engine import *  # noqa: F403
-from tests.contract.test_train_engine import test_weights_are_published_in_memory_or_as_a_folder as _of_torch
 
 pytestmark = pytest.mark.verl
 

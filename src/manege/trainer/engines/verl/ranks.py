@@ -35,7 +35,7 @@ class Ranks:
 
     def __init__(self, workers: Sequence[Any], *, timeout_s: float, are_here: bool) -> None:
         """`are_here`: on this machine, in a Ray of our own."""
-        self._workers, self._timeout_s, self._are_here = workers, timeout_s, are_here
+        self.workers, self._timeout_s, self._are_here = workers, timeout_s, are_here
         self._lost: TrainerError | None = None
         self.places: Sequence[Place] = []
         self.places = self.call("place")
@@ -52,7 +52,7 @@ class Ranks:
             raise self._lost
         started = time.monotonic()
         asked = []
-        for rank, worker in enumerate(self._workers):
+        for rank, worker in enumerate(self.workers):
             own = () if shares is None else (shares[self.places[rank].data_rank],)
             asked.append(getattr(worker, method).remote(*own, *arguments))
         waiting = list(asked)
@@ -81,7 +81,7 @@ class Ranks:
 
     def end(self) -> None:
         """Kill them; safe to repeat."""
-        for worker in self._workers:
+        for worker in self.workers:
             # Their machine, or Ray, may be gone.
             with suppress(Exception):
                 ray.kill(worker)
