@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from manege.cli.arguments import add_gateway_arguments, add_run_arguments, connect, read_run
+from manege.cli.dry_run import add_dry_run_arguments, dry_run, refuse_without_dry_run
 from manege.cli.parts import FolderLock, Parts, check_agents, serving, train_engine_alone
 from manege.cli.view import TrainView, summary
 from manege.client import Client
@@ -27,6 +28,7 @@ EXAMPLES = """examples:
   manege train src/manege/recipes/finder/run.toml --quick folder=runs/quick
   manege train my/run.toml train.learning_rate=1e-5 seed=1 folder=runs/second
   manege train my/run.toml folder=runs/second --resume
+  manege train my/run.toml --dry-run --gpus 8 --gpu-memory 80
 """
 
 
@@ -36,11 +38,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_gateway_arguments(parser)
     parser.add_argument("--resume", action="store_true", help="go on from the run folder's last checkpoint")
     parser.add_argument("--allow-changes", action="store_true", help="--resume with another config than before")
+    add_dry_run_arguments(parser)
 
 
 async def execute(arguments: argparse.Namespace) -> int:
     """Train; leaves metrics, curve, checkpoints and the model in the run folder."""
     config = read_run(arguments)
+    if arguments.dry_run:
+        return dry_run(arguments, config)
+    refuse_without_dry_run(arguments)
     folder = config.run_folder
     console = Console()
     with FolderLock(folder):

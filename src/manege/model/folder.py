@@ -7,7 +7,7 @@ of a model and no more.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from manege.errors import ModelError
 from manege.model.smollm2 import smollm2_folder
 
-__all__ = ["ModelFolder", "open_folder"]
+__all__ = ["ModelFolder", "hub_file", "is_hub_name", "open_folder"]
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja"]
@@ -77,17 +77,31 @@ def _locate(path: str) -> Path:
     folder = Path(path).expanduser().absolute()
     if folder.is_dir():
         return folder
-    if not _HUB_NAME.fullmatch(path):
+    if not is_hub_name(path):
         raise ModelError(f'model folder {folder} does not exist; give a folder, a Hugging Face name, or "smollm2"')
+    return _from_hub(path, lambda hub: hub.snapshot_download(path, allow_patterns=_HUB_FILES))
+
+
+def is_hub_name(path: str) -> bool:
+    """Whether that is to be fetched from the Hugging Face hub."""
+    return bool(_HUB_NAME.fullmatch(path)) and not Path(path).expanduser().is_dir()
+
+
+def hub_file(name: str, file: str) -> Path:
+    """One file of a model on the hub, and no more. Raises ModelError."""
+    return _from_hub(name, lambda hub: hub.hf_hub_download(name, file))
+
+
+def _from_hub(path: str, fetch: Callable[[Any], str]) -> Path:
     try:
-        from huggingface_hub import snapshot_download
+        import huggingface_hub
     except ImportError as error:
         raise ModelError(
             f"model {path!r} is no local folder; to fetch it from the hub install the extra: "
             'pip install "manege[transformers]"'
         ) from error
     try:
-        return Path(snapshot_download(path, allow_patterns=_HUB_FILES))
+        return Path(fetch(huggingface_hub))
     except (
         Exception
     ) as error:  # the hub client raises many unrelated classes for "not found", "no access" and "no network"
