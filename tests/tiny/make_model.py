@@ -113,6 +113,7 @@ def main():
             print(f"step {step + 1} loss {loss.item():.3f}", flush=True)
     FOLDER.mkdir(exist_ok=True)
     model.config.torch_dtype = "float16"
+    model.config.architectures = ["LlamaForCausalLM"]  # as save_pretrained of a model writes it
     model.config.save_pretrained(FOLDER)
     weights = {k: v.half().contiguous() for k, v in model.state_dict().items() if k != "lm_head.weight"}
     save_file(weights, FOLDER / "model.safetensors", metadata={"format": "pt"})
