@@ -6,10 +6,11 @@ sequence takes over the row that it extends (the next turn of a conversation), o
 row has (the same system prompt, the same task). Busy rows are kept at the lowest indexes, so that attention over a
 batch is one call over a dense slice: a row is moved in 1 ms, gathering rows would double the cost of every step.
 
-Rows grow together: a longer sequence doubles the capacity and halves their number; until there is a first one, the
-cache has no rows and no memory. What is computed never outlives its weights, but for busy rows whose sequences go on
-over it all the same: these are `outdated`, serve no other sequence and hold nothing afterwards. Only the worker thread
-of the engine touches the cache.
+A row has one position more than its capacity, which holds nothing: where a computation for all rows writes for those
+that are not part of it (`decode`). Rows grow together: a longer sequence doubles the capacity and halves their number;
+until there is a first one, the cache has no rows and no memory. What is computed never outlives its weights, but for
+busy rows whose sequences go on over it all the same: these are `outdated`, serve no other sequence and hold nothing
+afterwards. Only the worker thread of the engine touches the cache.
 
 Shape legend: R rows, L layers, T capacity, K key-value heads, D head size.
 """
@@ -139,7 +140,7 @@ class KvCache:
 
     def _allocate(self, capacity: int) -> Tensor:
         num_rows = max(1, self._max_tokens // capacity)
-        shape = (num_rows, self._model.num_layers, 2, capacity, self._model.num_kv_heads, self._model.head_dim)
+        shape = (num_rows, self._model.num_layers, 2, capacity + 1, self._model.num_kv_heads, self._model.head_dim)
         if self._device.type != "cpu":
             return torch.zeros(shape, dtype=self._dtype, device=self._device)
         # Zeros, since masked entries are multiplied by 0 and must not be NaN; from numpy, since that takes memory only

@@ -30,6 +30,7 @@ from manege.errors import ContextOverflowError, EngineError, ProtocolError
 from manege.logs import get_logger, kv
 from manege.model.base import LanguageModel
 from manege.model.folder import ModelFolder
+from manege.model.llama import Llama
 from manege.model.load import read_weights
 from manege.types import PolicyVersion
 
@@ -68,6 +69,7 @@ class LocalEngine:
         max_context: int | None = None,
     ) -> None:
         self._model, self._name = model, folder.name
+        self._device = next(model.module.parameters()).device
         self._context_limit = min(model.context_limit, max_context or model.context_limit, config.cache_tokens)
         self._version = version
         self._rng = random.Random(seed)
@@ -80,6 +82,8 @@ class LocalEngine:
             max_batch=config.max_batch,
             cache_tokens=config.cache_tokens,
             prefill_chunk=config.prefill_chunk,
+            # What runs models of `transformers` may wait for the device, and cannot be captured then.
+            fixed_shapes=self._device.type == "cuda" and isinstance(model, Llama),
         )
         self._paused = self._keeps = False
         """In a pause that keeps them, running sequences stay in the batch over new weights."""
@@ -199,6 +203,8 @@ class LocalEngine:
 
     def _work(self) -> None:
         self._choose_threads()
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # of this thread
         _log.info(kv("engine started", model=self._name, context=self._context_limit))
         try:
             while self._turn():

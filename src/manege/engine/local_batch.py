@@ -13,14 +13,16 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Generic, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from manege.engine.base import Chunk, Sampling
 from manege.engine.constraints import BoolArray, Guide
+from manege.engine.decode import DecodeSteps
 from manege.engine.kv_cache import KvCache, Row
 from manege.engine.local_attention import CachedAttention
 from manege.engine.sampling import choose_tokens
@@ -57,15 +59,29 @@ class LiveSequence(Generic[Sink]):
         return self.buffer[: self.num_tokens]
 
 
+_Piece: TypeAlias = tuple[LiveSequence[Sink], Row, int]
+"""A sequence, its row, and how many of its tokens are computed next."""
+
+
 class Batch(Generic[Sink]):
     """Waiting and running sequences."""
 
     def __init__(
-        self, model: LanguageModel, tokenizer: Tokenizer, *, max_batch: int, cache_tokens: int, prefill_chunk: int
+        self,
+        model: LanguageModel,
+        tokenizer: Tokenizer,
+        *,
+        max_batch: int,
+        cache_tokens: int,
+        prefill_chunk: int,
+        fixed_shapes: bool = False,
     ) -> None:
+        """`fixed_shapes`: steps that only decode are computed so that a GPU can replay them (`decode`)."""
         self._model, self._tokenizer = model, tokenizer
         self._max_batch, self._prefill_chunk = max_batch, prefill_chunk
         self._cache = KvCache(model, cache_tokens)
+        captures = next(model.module.parameters()).device.type == "cuda"
+        self._decode = DecodeSteps(model, self._cache, captures=captures) if fixed_shapes else None
         self.waiting: deque[LiveSequence[Sink]] = deque()
         self.running: list[LiveSequence[Sink]] = []
         self.stats: dict[str, float] = dict.fromkeys(("prefilled", "cached", "sampled", "steps", "busy_s"), 0.0)
@@ -86,6 +102,8 @@ class Batch(Generic[Sink]):
         for sequence in reversed(self.running):
             self._requeue(sequence)
         self.running.clear()
+        if self._decode is not None:
+            self._decode.drop()
         self._cache.drop()
 
     def outdate(self) -> None:
@@ -104,6 +122,23 @@ class Batch(Generic[Sink]):
         self._make_room()
         self._admit()
         pieces = self._plan()
+        if self._decode is not None and all(size == 1 for _, _, size in pieces):
+            ready = [sequence for sequence, _, _ in pieces]
+            rows, ids = [row for _, row, _ in pieces], [int(sequence.tokens[-1]) for sequence in ready]
+            hidden_SE = self._decode.hidden(rows, ids)
+            for row in rows:
+                row.length += 1
+        else:
+            ready, hidden_SE = self._mixed(pieces)
+        chunks = self._sample(ready, self._model.logits(hidden_SE), version) if ready else []
+        self.stats["prefilled"] += sum(size for _, _, size in pieces) - len(ready)
+        self.stats["sampled"] += len(ready)
+        self.stats["steps"] += 1
+        self.stats["busy_s"] += time.perf_counter() - started
+        return chunks
+
+    def _mixed(self, pieces: Sequence[_Piece[Sink]]) -> tuple[list[LiveSequence[Sink]], Tensor]:
+        """The sequences whose next token can be sampled, and the hidden states that it is sampled from."""
         attention = CachedAttention(self._cache, [(row, size) for _, row, size in pieces])
         ids_N = np.concatenate([sequence.buffer[row.length : row.length + size] for sequence, row, size in pieces])
         device = attention.positions_N.device
@@ -115,12 +150,7 @@ class Batch(Generic[Sink]):
             if row.length == sequence.num_tokens:
                 ready.append(sequence)
                 last.append(end - 1)
-        chunks = self._sample(ready, self._model.logits(hidden_NE[last]), version) if ready else []
-        self.stats["prefilled"] += len(ids_N) - len(ready)
-        self.stats["sampled"] += len(ready)
-        self.stats["steps"] += 1
-        self.stats["busy_s"] += time.perf_counter() - started
-        return chunks
+        return ready, hidden_NE[last]
 
     def _make_room(self) -> None:
         next_up = islice(self.waiting, self._max_batch - len(self.running))
@@ -149,7 +179,7 @@ class Batch(Generic[Sink]):
             self.waiting.remove(sequence)
             self.running.append(sequence)
 
-    def _plan(self) -> list[tuple[LiveSequence[Sink], Row, int]]:
+    def _plan(self) -> list[_Piece[Sink]]:
         """The next tokens of each running sequence, single ones first, by row."""
         pieces, budget = [], self._prefill_chunk
         for sequence in self.running:
@@ -163,7 +193,7 @@ class Batch(Generic[Sink]):
         return sorted(pieces, key=lambda piece: (piece[2] > 1, piece[1].index))
 
     def _sample(
-        self, ready: Sequence[LiveSequence[Sink]], logits_SV: torch.Tensor, version: PolicyVersion
+        self, ready: Sequence[LiveSequence[Sink]], logits_SV: Tensor, version: PolicyVersion
     ) -> list[tuple[LiveSequence[Sink], Chunk | EngineError]]:
         uniforms = [sequence.rng.random() for sequence in ready]
         allowed, failed = _guidance(ready)
