@@ -123,7 +123,7 @@ def test_an_export_is_a_merged_model_and_adapters_that_peft_reads_over_the_base(
     was = [logprobs_of(base, item.sample) for item in BATCH]
     adapted = PeftModel.from_pretrained(base, tmp_path / "model" / "adapter")
     for item, logprobs, before in zip(BATCH, ours, was, strict=True):
-        assert np.abs(logprobs - before).max() > 0.01
+        assert np.abs(logprobs - before).max() > 0.003
         np.testing.assert_allclose(logprobs_of(merged_model, item.sample), logprobs, atol=2e-4)
         np.testing.assert_allclose(logprobs_of(adapted, item.sample), logprobs, atol=2e-4)
     written = json.loads((tmp_path / "model" / "adapter" / "adapter_config.json").read_text())
