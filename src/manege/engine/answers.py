@@ -94,6 +94,7 @@ def whole(form: Form, generation: Generation, *, num_prompt: int) -> JsonObject:
             {"version": str(span.version), "start": start, "end": end}
             for span, start, end in zip(generation.spans, starts, ends, strict=True)
         ],
+        **({"routed_experts": generation.routed_experts} if generation.routed_experts else {}),
         **form.part(ids, generation.logprobs_R.tolist(), is_last=True),
     }
     return {"object": form.object, "choices": [choice], "usage": _usage(num_prompt, len(ids), generation.num_cached)}
@@ -110,6 +111,7 @@ async def stream(form: Form, chunks: AsyncIterator[Chunk], *, num_prompt: int, h
                 "finish_reason": chunk.finish_reason,
                 "weight_version": str(chunk.version),
                 **({"old_cache": True} if chunk.old_cache else {}),
+                **({"routed_experts": chunk.routed_experts} if chunk.routed_experts else {}),
                 **form.part(chunk.ids, chunk.logprobs, is_last=chunk.finish_reason is not None),
             }
             num_sampled += len(chunk.ids)

@@ -76,6 +76,8 @@ class Chunk:
     """Set on the last chunk only."""
     num_cached: int = 0
     """Prompt tokens whose keys and values were reused; on one chunk only, the last where the engine tells it last."""
+    routed_experts: str | None = None
+    """Of the whole answer and its prompt, on the last chunk, where the engine tells it (`routed_experts`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +89,7 @@ class Generation:
     spans: Sequence[VersionSpan]
     finish_reason: FinishReason
     num_cached: int
+    routed_experts: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +170,7 @@ class Collector:
         self._spans: list[VersionSpan] = []
         self._num_cached = 0
         self._finish: FinishReason | None = None
+        self._routed_experts: str | None = None
 
     def add(self, chunk: Chunk) -> None:
         """The next chunk."""
@@ -177,6 +181,7 @@ class Collector:
         self._logprobs.extend(chunk.logprobs)
         self._num_cached += chunk.num_cached
         self._finish = chunk.finish_reason or self._finish
+        self._routed_experts = chunk.routed_experts or self._routed_experts
 
     def generation(self, *, aborted: bool = False) -> Generation:
         """What came so far, as aborted or whole. Raises EngineError if it is not whole."""
@@ -189,6 +194,7 @@ class Collector:
             spans=self._spans,
             finish_reason=finish,
             num_cached=self._num_cached,
+            routed_experts=self._routed_experts,
         )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from manege.engine.base import Chunk, Sampling
+from manege.engine.routed_experts import joined
 from manege.errors import EngineError
 from manege.types import FinishReason
 
@@ -34,6 +35,7 @@ class PartialAnswer:
         self._num_cached: int | None = None
         """As the first request said: later ones know the answer's own ids too."""
         self._num_fruitless = 0
+        self._routed_experts: str | None = None
 
     def request(self) -> tuple[Sequence[int], Sampling]:
         """Prompt and sampling of the next request."""
@@ -69,7 +71,8 @@ class PartialAnswer:
     def _whole_or_cut(self, last: Chunk) -> Chunk:
         if self._num_cached is None:
             self._num_cached = last.num_cached
-        last = replace(last, num_cached=self._num_cached)
+        self._routed_experts = joined(self._routed_experts, last.routed_experts)
+        last = replace(last, num_cached=self._num_cached, routed_experts=self._routed_experts)
         if last.finish_reason is not FinishReason.ABORT:
             self.is_whole = True
         elif len(self._ids) >= self._sampling.max_new_tokens:
@@ -78,4 +81,5 @@ class PartialAnswer:
         elif self._sampling.constraint is not None:
             self._ids.clear()
             self._held.clear()
+            self._routed_experts = None
         return last

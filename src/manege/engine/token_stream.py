@@ -61,6 +61,7 @@ class AnswerReader:
         """Of each token so far."""
         self._finish: FinishReason | None = None
         self._num_cached = 0
+        self._routed_experts: str | None = None
 
     def feed(self, data: bytes, version: PolicyVersion) -> Chunk | None:
         """What an event adds; None: no tokens. `version`: of tokens of which the event does not say it."""
@@ -78,7 +79,14 @@ class AnswerReader:
                 f"{self._url} ended its stream after {len(self._versions)} tokens without a finish reason; see its log"
             )
         version = self._versions[-1] if self._versions else PolicyVersion(0)
-        return Chunk(ids=(), logprobs=(), version=version, finish_reason=self._finish, num_cached=self._num_cached)
+        return Chunk(
+            ids=(),
+            logprobs=(),
+            version=version,
+            finish_reason=self._finish,
+            num_cached=self._num_cached,
+            routed_experts=self._routed_experts,
+        )
 
     def _feed(self, event: JsonObject, version: PolicyVersion) -> Chunk | None:
         if error := event.get("error"):
@@ -106,6 +114,7 @@ class AnswerReader:
         self._versions += [version] * len(ids)
         if choice.get("finish_reason"):
             self._finish = FinishReason(choice["finish_reason"])
+        self._routed_experts = choice.get("routed_experts") or self._routed_experts
         self._check_versions(choice.get("weight_versions") or ())
         return Chunk(ids=ids, logprobs=logprobs, version=version, old_cache=old_cache) if ids else None
 

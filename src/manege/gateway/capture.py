@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from manege.engine.base import Chunk, Collector
+from manege.engine.routed_experts import without_first
 from manege.gateway.admission import Admitted
 from manege.gateway.auth import AgentIdentity
 from manege.gateway.sources import Answer
@@ -150,6 +151,8 @@ def new_call(
         headers={name: value for name, value in headers() if name not in _UNRECORDED},
         edits=[*edits, *request.notes],
         constrained=request.is_constrained,
+        # The parent's last token was sampled, but not computed.
+        routed_experts=without_first(generation.routed_experts, prompt.num_shared - 1),
         flaw=answer.flaw,
         created_s=created_s,
         ended_s=ended_s,

@@ -54,6 +54,8 @@ class Prompt:
     parent: CallId | None
     new_messages: Sequence[JsonObject]
     """Messages that the parent's conversation does not have; all of them without a parent."""
+    num_shared: int = 0
+    """Leading ids that are the parent's prompt + response, where these are known here."""
 
 
 class Conversation:
@@ -73,7 +75,8 @@ class Conversation:
             added = renderer.bridge(history, prompt_ids, response_ids, new_messages, request.tools)
             if added is not None:
                 ids = np.concatenate([prompt_ids, response_ids, np.asarray(added, np.int32)])
-                return Prompt(ids=ids, parent=served.call_id, new_messages=new_messages)
+                num_shared = len(prompt_ids) + len(response_ids)
+                return Prompt(ids=ids, parent=served.call_id, new_messages=new_messages, num_shared=num_shared)
         ids = np.asarray(renderer.render(request.messages, request.tools), np.int32)
         return Prompt(ids=ids, parent=None, new_messages=request.messages)
 

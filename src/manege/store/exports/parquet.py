@@ -36,7 +36,17 @@ _OF_ROLLOUT: Mapping[str, Sequence[str]] = {
     "json": ("task", "hidden", "metadata", "evidence"),
 }
 _OF_CALL: Mapping[str, Sequence[str]] = {
-    "string": ("call_id", "parent", "thread", "protocol", "mode", "finish_reason", "delivered", "flaw"),
+    "string": (
+        "call_id",
+        "parent",
+        "thread",
+        "protocol",
+        "mode",
+        "finish_reason",
+        "delivered",
+        "flaw",
+        "routed_experts",
+    ),
     "bool": ("constrained",),
     "double": ("temperature", "created_s", "ended_s"),
     "ids": ("prompt_ids", "response_ids"),
