@@ -1,9 +1,10 @@
 """The train engine of `backend.kind = "verl"`: Ray and the ranks are there as long as the run, and gone after it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+import signal
+from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager
 from importlib.util import find_spec
 
 from manege.config import RunConfig
@@ -12,7 +13,29 @@ from manege.errors import ConfigError
 from manege.model.folder import ModelFolder
 from manege.trainer.engines.base import TrainEngine
 
-__all__ = ["verl_engine"]
+__all__ = ["NO_ENGINES", "NO_VERL", "check_verl", "has_verl", "verl_engine"]
+
+NO_ENGINES = (
+    'backend.kind = "verl" trains in other processes, and no engine reads its weights: set backend.engines.count, or '
+    "gateway.engine_url"
+)
+NO_VERL = 'backend.kind = "verl" needs verl and Ray: pip install "manege[verl]"'
+
+
+def has_verl() -> bool:
+    """Whether this environment has verl and Ray."""
+    return find_spec("verl") is not None and find_spec("ray") is not None
+
+
+def check_verl(config: RunConfig, folder: ModelFolder, *, cpu: bool) -> None:
+    """Have verl read its settings, as it will. Raises ConfigError with verl's errors on `backend.verl`."""
+    calm_threads()
+    from manege.trainer.engines.verl.environment import prepare
+
+    prepare(config.backend, cpu=cpu)
+    from manege.trainer.engines.verl.settings import worker_config
+
+    worker_config(config, folder, cpu=cpu)
 
 
 @asynccontextmanager
@@ -25,37 +48,44 @@ async def verl_engine(
         yield None
         return
     if not has_engines:
-        raise ConfigError(
-            'backend.kind = "verl" trains in other processes, and no engine reads its weights: set '
-            "backend.engines.count, or gateway.engine_url"
-        )
-    if find_spec("verl") is None or find_spec("ray") is None:
-        raise ConfigError('backend.kind = "verl" needs verl and Ray: pip install "manege[verl]"')
+        raise ConfigError(NO_ENGINES)
+    if not has_verl():
+        raise ConfigError(NO_VERL)
+    calm_threads()
+    cpu = _is_cpu(config)
     stack = ExitStack()
     # One thread starts and ends it: Ray's processes die with the thread that started them.
     with ThreadPoolExecutor(1, thread_name_prefix="verl") as thread:
         loop = asyncio.get_running_loop()
         try:
-            yield await loop.run_in_executor(thread, lambda: stack.enter_context(_started(config, folder)))
+            environment = await loop.run_in_executor(thread, _start_ray, config, stack, cpu)
+            _take_signals_back()
+            yield await loop.run_in_executor(thread, _start_ranks, config, folder, stack, environment, cpu)
         finally:
             await asyncio.shield(loop.run_in_executor(thread, stack.close))
 
 
-@contextmanager
-def _started(config: RunConfig, folder: ModelFolder) -> Iterator[TrainEngine]:
-    calm_threads()
+def _start_ray(config: RunConfig, stack: ExitStack, cpu: bool) -> Mapping[str, str]:
     from manege.trainer.engines.verl.environment import prepare
 
-    cpu = _is_cpu(config)
     environment = prepare(config.backend, cpu=cpu)
     from manege.trainer.engines.verl.cluster import ray_session
+
+    stack.enter_context(ray_session(config.backend, environment, cpu=cpu))
+    return environment
+
+
+def _start_ranks(
+    config: RunConfig, folder: ModelFolder, stack: ExitStack, environment: Mapping[str, str], cpu: bool
+) -> TrainEngine:
     from manege.trainer.engines.verl.engine import started_verl_engine
 
-    with (
-        ray_session(config.backend, environment, cpu=cpu),
-        started_verl_engine(config, folder, environment, cpu=cpu) as engine,
-    ):
-        yield engine
+    return stack.enter_context(started_verl_engine(config, folder, environment, cpu=cpu))
+
+
+def _take_signals_back() -> None:
+    """Ray's library aborts the process at SIGTERM; a run ends in order, by Python's handler that was there."""
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
 
 def _is_cpu(config: RunConfig) -> bool:

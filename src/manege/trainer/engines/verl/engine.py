@@ -13,7 +13,7 @@ import functools
 import json
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -142,7 +142,7 @@ class VerlEngine:
 
 @contextmanager
 def started_verl_engine(
-    config: RunConfig, folder: ModelFolder, environment: dict[str, str], *, cpu: bool
+    config: RunConfig, folder: ModelFolder, environment: Mapping[str, str], *, cpu: bool
 ) -> Iterator[VerlEngine]:
     """In a Ray that is there; its ranks are gone afterwards. Raises ConfigError for keys of `backend.verl`,
     TrainerError for what the cluster does not have."""
