@@ -7,6 +7,7 @@ sequence with its own seed is reproducible whoever it shares the batch with.
 Shape legend: S sequences, V vocabulary.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -31,8 +32,6 @@ def choose_tokens(
     if any(temperature != 1.0 for temperature in temperatures):
         logits_SV = logits_SV / torch.tensor(temperatures, device=logits_SV.device)[:, None]
     total_S1 = logits_SV.logsumexp(-1, keepdim=True)
-    if not total_S1.isfinite().all():
-        raise EngineError("the model computed logits that are not finite; its weights have diverged")
     open_SV = _mask(logits_SV, allowed) if allowed else logits_SV
     greedy_S = [sampling.temperature == 0 for sampling in samplings]
     if all(greedy_S):
@@ -49,12 +48,18 @@ def choose_tokens(
         targets_S1 = torch.tensor(uniforms, device=logits_SV.device)[:, None] * end_S1
         # As float32 the number may round up to 1; below the end, and with right=True, no token of probability 0 is hit.
         targets_S1 = targets_S1.minimum(end_S1.nextafter(torch.zeros_like(end_S1)))
-        ids_S1 = torch.searchsorted(cumulative_SV, targets_S1, right=True)
+        # What is not finite may be beyond the end; it is refused below.
+        ids_S1 = torch.searchsorted(cumulative_SV, targets_S1, right=True).clamp_(max=logits_SV.shape[1] - 1)
         if any(greedy_S):
             greedy = torch.tensor(greedy_S, device=logits_SV.device)[:, None]
             ids_S1 = torch.where(greedy, open_SV.argmax(-1, keepdim=True), ids_S1)
     logprobs_S1 = logits_SV.gather(1, ids_S1) - total_S1
-    return ids_S1[:, 0].tolist(), logprobs_S1[:, 0].tolist()
+    # All that is wanted in one piece: a GPU is waited for once.
+    wanted_S3 = torch.cat([ids_S1.double(), logprobs_S1.double(), total_S1.double()], dim=1)
+    ids, logprobs, totals = zip(*wanted_S3.tolist(), strict=True)
+    if not all(map(math.isfinite, totals)):
+        raise EngineError("the model computed logits that are not finite; its weights have diverged")
+    return [int(id) for id in ids], list(logprobs)
 
 
 def _mask(logits_SV: Tensor, allowed: Mapping[int, BoolArray]) -> Tensor:
