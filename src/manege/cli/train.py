@@ -22,6 +22,7 @@ from manege.errors import ConfigError
 from manege.trainer.durable import write_text
 from manege.trainer.loop import Trainer
 from manege.trainer.tasks import load_train_and_heldout
+from manege.trainer.writers import tracked
 
 EXAMPLES = """examples:
   manege train src/manege/recipes/finder/run.toml
@@ -57,7 +58,10 @@ async def execute(arguments: argparse.Namespace) -> int:
         console.print(f"manege train {config.name}: run folder {folder}", highlight=False)
         try:
             async with AsyncExitStack() as stack:
-                view = stack.enter_context(TrainView(config, console))
+                view = TrainView(config, console)
+                # Before the live view: a writer may ask for a key.
+                observer = stack.enter_context(tracked(view, config))
+                stack.enter_context(view)
                 view.on_phase("loading the model")
                 parts = await stack.enter_async_context(_parts(arguments, config))
                 assert parts.train_engine is not None
@@ -65,7 +69,7 @@ async def execute(arguments: argparse.Namespace) -> int:
                     config,
                     parts.client,
                     parts.train_engine,
-                    view,
+                    observer,
                     train_tasks=train_tasks,
                     heldout_tasks=heldout_tasks,
                     clock=time.time,
