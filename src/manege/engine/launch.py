@@ -8,6 +8,7 @@ its client gives it the present weights (`upstream`).
 
 import asyncio
 import os
+import shutil
 import socket
 import sys
 import time
@@ -19,7 +20,7 @@ from pathlib import Path
 from manege.backend_config import BackendConfig
 from manege.config import ModelConfig
 from manege.engine import keeper
-from manege.engine.commands import server_command, server_environment, server_package
+from manege.engine.commands import WORKER_EXTENSION, server_command, server_environment, server_package
 from manege.engine.http1 import HttpClient
 from manege.errors import EngineError, ManegeError
 from manege.logs import get_logger, kv
@@ -45,10 +46,12 @@ async def engine_servers(
         return
     package = await asyncio.to_thread(server_package, backend.engines)
     logs.mkdir(parents=True, exist_ok=True)
+    path = [str(_extension(logs)), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path)}
     servers = [
         _Server(
             server_command(backend, model, folder, port=port, package=package),
-            {**os.environ, **server_environment(backend, model, index, package=package)},
+            {**environment, **server_environment(backend, model, index, package=package)},
             url=f"http://127.0.0.1:{port}",
             log=logs / f"engine-{index}.log",
         )
@@ -131,6 +134,15 @@ class _Server:
         with self._log.open(errors="replace") as log:
             lines = deque(log, NUM_LINES)
         return f"see {self._log}, which ends\n{''.join(lines).rstrip()}"
+
+
+def _extension(folder: Path) -> Path:
+    """A folder with what vLLM imports of ours, and nothing else of our environment."""
+    target = folder / "extension"
+    target.mkdir(exist_ok=True)
+    module = WORKER_EXTENSION.partition(".")[0]
+    shutil.copyfile(Path(__file__).with_name("vllm_worker.py"), target / f"{module}.py")
+    return target
 
 
 def _free_ports(count: int) -> Sequence[int]:
