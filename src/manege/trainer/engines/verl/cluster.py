@@ -5,19 +5,27 @@ needs is counted before anything is placed, so that nothing waits for a machine 
 """
 
 # pyright: reportMissingImports=false
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from manege.config import BackendConfig
 from manege.errors import TrainerError
+from manege.logs import get_logger, kv
 
-__all__ = ["places", "ray_session"]
+__all__ = ["meeting_place", "places", "ray_session"]
 
 _SYSTEM_CPUS = 1
-"""For what is no rank; Ray starts a process in advance for each."""
+"""For what is no rank."""
+_TRIES = 3
+"""Ray gives its processes half a minute, too little on a busy machine. Those of a try that failed end with this one."""
+
+_log = get_logger("trainer")
 
 
 @contextmanager
@@ -40,15 +48,24 @@ def ray_session(backend: BackendConfig, environment: Mapping[str, str], *, cpu: 
             options["num_gpus"] = backend.num_ranks
     else:
         options["address"] = backend.ray_address
-    try:
-        ray.init(**options)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        where = backend.ray_address or "on this machine"
-        raise TrainerError(f"Ray {where} cannot be had: {error}; look at backend.ray_address") from error
+    _init(options, where=backend.ray_address or "on this machine")
     try:
         yield
     finally:
         ray.shutdown()
+
+
+def _init(options: Mapping[str, Any], *, where: str) -> None:
+    for tries_left in reversed(range(_TRIES)):
+        try:
+            ray.init(**options)
+        except Exception as error:  # for a start that took too long Ray has no class
+            ray.shutdown()
+            if tries_left and type(error) is Exception:
+                _log.warning(kv("Ray did not start in time; once more", reason=error))
+                continue
+            raise TrainerError(f"Ray {where} cannot be had: {error}; look at backend.ray_address") from error
+        return
 
 
 @contextmanager
@@ -77,6 +94,19 @@ def places(backend: BackendConfig) -> Iterator[Sequence[PlacementGroup]]:
             # The cluster may be what has failed.
             with suppress(Exception):
                 remove_placement_group(group)
+
+
+def meeting_place(group: PlacementGroup) -> tuple[str, str]:
+    """Address and port on the group's machine, where its first rank lets the others find it. verl's own way is a
+    process that imports all of verl."""
+    there = PlacementGroupSchedulingStrategy(placement_group=group, placement_group_bundle_index=0)
+    return ray.get(ray.remote(_free_port).options(scheduling_strategy=there).remote())
+
+
+def _free_port() -> tuple[str, str]:
+    with socket.socket() as listening:
+        listening.bind(("", 0))
+        return ray.util.get_node_ip_address(), str(listening.getsockname()[1])
 
 
 def _listed(nodes: Sequence[Mapping[str, float]]) -> str:

@@ -27,7 +27,7 @@ def prepare(backend: BackendConfig, *, cpu: bool) -> dict[str, str]:
             ranks["GLOO_SOCKET_IFNAME"] = "lo"
         if "RAY_AUTH_MODE" not in os.environ:
             os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        # Half a minute is Ray's own patience, too little for a busy machine.
-        os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
+        # Workers that are started in advance have none of the ranks' variables, and are never used.
+        os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     os.environ |= ranks
     return ranks

@@ -44,7 +44,17 @@ def worker_keys(
         "optimizer": _optimizer(config),
         "checkpoint": {},
     }
-    return {section: {**keys, **_theirs(section, config)} for section, keys in ours.items()}
+    return {section: _merged(keys, _theirs(section, config)) for section, keys in ours.items()}
+
+
+def _merged(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """Key by key, also within what is a section in both."""
+    both = {
+        key: _merged(ours[key], value)
+        for key, value in theirs.items()
+        if isinstance(value, Mapping) and isinstance(ours.get(key), Mapping)
+    }
+    return {**ours, **theirs, **both}
 
 
 def _theirs(section: str, config: RunConfig) -> Mapping[str, Any]:

@@ -16,12 +16,13 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError, RayTaskError
 from verl.single_controller.ray import RayClassWithInitArgs, RayResourcePool, RayWorkerGroup
+from verl.single_controller.ray.base import sort_placement_group_by_node_ip
 from verl.utils.device import get_device_name
 from verl.workers.config import TrainingWorkerConfig
 
 from manege.config import BackendConfig
 from manege.errors import TrainerError
-from manege.trainer.engines.verl.cluster import places
+from manege.trainer.engines.verl.cluster import meeting_place, places
 from manege.trainer.engines.verl.worker import Place, RankWorker
 
 __all__ = ["Ranks", "started_ranks"]
@@ -121,12 +122,15 @@ def started_ranks(
     """With the model loaded; they are gone afterwards. Raises TrainerError."""
     with places(backend) as groups:
         pool = RayResourcePool([backend.ranks_per_node] * backend.nodes, use_gpu=True, max_colocate_count=1)
-        pool.pgs = list(groups)
+        pool.pgs = sort_placement_group_by_node_ip(list(groups))
+        address, port = meeting_place(pool.pgs[0])
         workers = RayWorkerGroup(
             resource_pool=pool,
             ray_cls_with_init=RayClassWithInitArgs(ray.remote(RankWorker), config, keep_reference=keep_reference),
             device_name=get_device_name(),
             worker_env=dict(environment),
+            master_addr=address,
+            master_port=port,
         ).workers
         ranks = None
         try:
