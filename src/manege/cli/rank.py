@@ -11,8 +11,6 @@ import sys
 from contextlib import AsyncExitStack
 from multiprocessing.connection import Connection
 
-import torch
-
 from manege import logs
 from manege.cli.parts import load, served
 from manege.cli.ranks import RankOrder
@@ -69,12 +67,15 @@ def _train(pipe: Connection, model: LanguageModel, folder: ModelFolder, order: R
         pipe.recv()  # all ranks have loaded
     except EOFError:
         return
-    group = RankGroup(
-        order.rank, config.backend.num_ranks, order.meeting, device=device, timeout_s=config.backend.timeout_s
-    )
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    engine = RankEngine(model, folder, config.train, group=group, reference=config.credit.kl > 0)
+    try:
+        group = RankGroup(
+            order.rank, config.backend.num_ranks, order.meeting, device=device, timeout_s=config.backend.timeout_s
+        )
+        engine = RankEngine(model, folder, config.train, group=group, reference=config.credit.kl > 0)
+    except ManegeError as error:
+        pipe.send(error)
+        return
+    pipe.send(None)
     answer_questions(pipe, engine)
 
 

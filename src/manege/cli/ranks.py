@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from manege.config import RunConfig
 from manege.engine.base import Engine
@@ -26,6 +26,7 @@ __all__ = ["RankOrder", "Ranks", "other_ranks"]
 
 if TYPE_CHECKING:
     from manege.model.base import LanguageModel
+    from manege.trainer.engines.rank_process import RankProcess
     from manege.trainer.engines.ranks import RanksEngine
 
 BEGIN_S = 900.0
@@ -75,10 +76,7 @@ class Ranks:
 
         config, urls = self._config, {}
         for process in self.processes:
-            answer = process.answer(BEGIN_S)
-            if isinstance(answer, ManegeError):
-                raise TrainerError(f"rank {process.rank} could not begin: {answer}") from answer
-            urls[f"rank {process.rank}"] = answer
+            urls[f"rank {process.rank}"] = _begun(process)
         for process in self.processes:
             process.ask("join")
         group = RankGroup(
@@ -89,6 +87,8 @@ class Ranks:
             timeout_s=config.backend.timeout_s,
         )
         own = RankEngine(model, folder, config.train, group=group, reference=reference, publish_folder=publish_folder)
+        for process in self.processes:
+            _begun(process)
         self._engine = RanksEngine(own, self.processes, group, prefix_tree=config.train.prefix_tree)
         engines = {name: SharedUpstreamEngine(url) for name, url in urls.items()} if self._serves else {}
         return self._engine, engines
@@ -107,6 +107,13 @@ class Ranks:
             process.close()
         if self._engine is not None:
             self._engine.close()
+
+
+def _begun(process: "RankProcess") -> Any:
+    answer = process.answer(BEGIN_S)
+    if isinstance(answer, ManegeError):
+        raise TrainerError(f"rank {process.rank} could not begin: {answer}") from answer
+    return answer
 
 
 @asynccontextmanager
