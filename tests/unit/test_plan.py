@@ -18,7 +18,7 @@ QWEN = json.loads((PAPER / "qwen3-4b-instruct-2507.json").read_text())
 FOLDER = Path("/models/qwen")
 FITS = {
     "model": {"path": "/models/qwen", "max_context": 8192},
-    "train": {"gradient_checkpointing": True, "prefix_tree": False, "micro_batch_tokens": 8192},
+    "train": {"gradient_checkpointing": True, "micro_batch_tokens": 8192},
     "backend": {"kind": "verl", "ranks_per_node": 4, "engines": {"count": 2, "tensor_parallel": 2}},
 }
 
@@ -62,6 +62,15 @@ def test_machines_of_a_cluster_are_listed_and_engines_are_on_the_first():
     assert rows(plan, "processes")["Ray"] == "auto"
 
 
+def test_what_verl_is_told_is_shown():
+    plan, _ = planned(backend=backend(verl={"engine": {"forward_prefetch": True}}))
+    told = rows(plan, "verl, in each rank")
+    assert told["engine.max_token_len_per_gpu"] == "8192"
+    assert told["engine.forward_prefetch"] == "True"
+    assert told["model.enable_gradient_checkpointing"] == "True"
+    assert told["optimizer.lr"] == "2e-05"
+
+
 def test_a_batch_is_worked_out():
     train = {**FITS["train"], "groups": 16, "group_size": 8, "mini_batches": 2, "steps": 100, "schedule": "async"}
     plan, _ = planned(train=train, num_tasks=2000, controller={"slots": 100})
@@ -95,13 +104,27 @@ REFUSED = {
     ),
     "a context that the model was not made for": (
         {"model": {"path": "/models/qwen", "max_context": 300_000}},
-        r"model.max_context = 300000: /models/qwen was made for 262144 tokens",
+        r"model.max_context = 300000: the train engine takes samples of at most 262144 tokens",
     ),
     "an answer as long as the context": (
         {"sampling": {"max_new_tokens": 8192}},
         r"sampling.max_new_tokens = 8192 leaves no room",
     ),
     "a GPU on a machine without": ({"num_gpus": 0, "model": {"device": "cuda", "max_context": 8192}}, "no GPU here"),
+    "a prefix tree that verl has not": (
+        {"train": {**FITS["train"], "prefix_tree": True}},
+        "train.prefix_tree = true: this train engine has none",
+    ),
+    "a reference that megatron keeps not": (
+        {"credit": {"kl": 0.1}, "backend": backend(strategy="megatron")},
+        "credit.kl = 0.1: this train engine keeps no reference",
+    ),
+    "adapters with verl": ({"train": {**FITS["train"], "lora_rank": 4}}, r"train.lora_rank = 4: verl's workers"),
+    "a key of verl's that is ours": (
+        {"backend": backend(verl={"engine": {"strategy": "fsdp"}})},
+        "backend.verl.engine.strategy is not verl's to say here",
+    ),
+    "verl without engines": ({"backend": {"kind": "verl", "ranks_per_node": 4}}, "no engine reads its weights"),
     "engines beside a gateway elsewhere": ({"gateway_url": "http://10.0.0.1:8400"}, "does nothing with --gateway"),
 }
 

@@ -75,10 +75,7 @@ CONFIGS = {
         **EXPERTS,
         "shared_expert_intermediate_size": 24,
     },
-    **{
-        f"paper, {name}": json.loads((PAPER / name / "config.json").read_text())
-        for name in ("search", "general", "coding")
-    },
+    **{f"paper, {path.stem}": json.loads(path.read_text()) for path in sorted(PAPER.glob("*.json"))},
 }
 
 
@@ -117,7 +114,7 @@ def test_the_cache_of_a_token_is_that_of_the_local_engine():
     model = load_model(TINY)
     cache = KvCache(model, 4096)
     cache.grow(512)
-    num_tokens = len(cache.rows) * cache.capacity
+    num_tokens = cache.pool_RL2TKD.shape[0] * cache.pool_RL2TKD.shape[3]
     assert cache.pool_RL2TKD.nbytes == num_tokens * shape_of(TINY.config).cache_per_token * 4
 
 

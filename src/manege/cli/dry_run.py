@@ -12,6 +12,7 @@ from rich.console import Console
 from manege.cli.machine import Machine, add_machine_arguments, machine_of
 from manege.cli.parts import check_agents
 from manege.cli.plan import Plan, make_plan
+from manege.cli.verl import check_verl, has_verl
 from manege.config import RunConfig
 from manege.errors import ConfigError, ManegeError
 from manege.model.folder import hub_file, is_hub_name, open_folder
@@ -42,10 +43,10 @@ def dry_run(arguments: argparse.Namespace, config: RunConfig) -> int:
     folder, model_config = _model(config.model.path, arguments.model_config)
     num_tasks, reasons = _tasks(config, machine)
     plan = make_plan(config, model_config, folder, machine, gateway_url=arguments.gateway, num_tasks=num_tasks)
+    reasons += plan.reasons or _verls_own(config, folder, machine)
     console = Console()
     console.print(f"manege train {config.name}: the plan; nothing is started", highlight=False)
     _print(plan, console)
-    reasons += plan.reasons
     for reason in reasons:
         print(f"manege train: {reason}", file=sys.stderr)
     return 2 if reasons else 0
@@ -77,6 +78,17 @@ def _tasks(config: RunConfig, machine: Machine) -> tuple[int | None, list[str]]:
     except ManegeError as error:
         return None, [str(error)]
     return len(train), []
+
+
+def _verls_own(config: RunConfig, folder: Path, machine: Machine) -> list[str]:
+    """What verl says of its settings, where it is."""
+    if config.backend.kind != "verl" or not has_verl() or not folder.is_dir():
+        return []
+    try:
+        check_verl(config, open_folder(str(folder)), cpu=machine.num_gpus == 0 or config.model.device == "cpu")
+    except ManegeError as error:
+        return [str(error)]
+    return []
 
 
 def _print(plan: Plan, console: Console) -> None:

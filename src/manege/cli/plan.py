@@ -17,6 +17,7 @@ from manege.config import RunConfig
 from manege.engine.commands import PACKAGES, server_command, server_environment, server_package
 from manege.errors import ConfigError
 from manege.model.shape import ModelShape, shape_of
+from manege.trainer.engines.verl.keys import worker_keys
 from manege.trainer.memory import GIB, engine_room, longest_sample
 
 __all__ = ["Plan", "make_plan"]
@@ -52,14 +53,16 @@ def make_plan(
         num_tasks=num_tasks,
     )
     engines, reasons = _engine_rows(planned)
+    ranks, more = _verl_rows(planned)
     sections = [
         ("model", _model(planned)),
         ("batch", list(_batch(planned))),
         ("machines", list(_machines(planned))),
         ("processes", [*_processes(planned), *engines]),
+        *([("verl, in each rank", ranks)] if ranks else []),
         *_memory(planned),
     ]
-    return Plan(sections=sections, reasons=[*check(planned), *reasons])
+    return Plan(sections=sections, reasons=[*check(planned), *reasons, *more])
 
 
 def _model(planned: Planned) -> Rows:
@@ -168,6 +171,17 @@ def _engine_rows(planned: Planned) -> tuple[Rows, Sequence[str]]:
     except ConfigError as error:
         return rows, [str(error)]
     return rows, []
+
+
+def _verl_rows(planned: Planned) -> tuple[Rows, Sequence[str]]:
+    """What verl's workers are told, and why it cannot be."""
+    if planned.config.backend.kind != "verl":
+        return [], []
+    try:
+        keys = worker_keys(planned.config, planned.folder, cpu=not planned.on_gpu)
+    except ConfigError as error:
+        return [], [str(error)]
+    return [(f"{section}.{key}", str(value)) for section, values in keys.items() for key, value in values.items()], []
 
 
 def _memory(planned: Planned) -> Iterator[tuple[str, Rows]]:

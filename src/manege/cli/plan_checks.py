@@ -3,6 +3,9 @@
 from collections.abc import Iterator, Sequence
 
 from manege.cli.planned import Planned, engine_gpus
+from manege.cli.verl import NO_ENGINES, NO_VERL, has_verl
+from manege.trainer.capabilities import incapable
+from manege.trainer.engines.base import Capabilities
 from manege.trainer.memory import GIB, LIBRARIES, engine_room, longest_sample
 
 __all__ = ["check"]
@@ -10,19 +13,29 @@ __all__ = ["check"]
 
 def check(planned: Planned) -> Sequence[str]:
     """All reasons; empty: nothing speaks against it."""
-    return [*_context(planned), *_places(planned), *_heads(planned), *_memory(planned)]
+    return [*_engine(planned), *_context(planned), *_places(planned), *_heads(planned), *_memory(planned)]
+
+
+def _engine(planned: Planned) -> Iterator[str]:
+    """What the train engine would say when it is made."""
+    config, is_verl = planned.config, planned.config.backend.kind == "verl"
+    can = Capabilities(
+        prefix_tree=not is_verl,
+        max_sample_tokens=planned.shape.context_limit,
+        losses={config.credit.loss},
+        reference=not (is_verl and config.backend.strategy == "megatron"),
+        publishes="shared" if planned.ranks_serve else "folder",
+    )
+    yield from incapable(config, can)
+    if is_verl and not (config.backend.engines.count or config.gateway.engine_url or planned.gateway_url):
+        yield NO_ENGINES
+    if is_verl and planned.machine.is_here and not has_verl():
+        yield NO_VERL
 
 
 def _context(planned: Planned) -> Iterator[str]:
-    config, shape = planned.config, planned.shape
-    model, train = config.model, config.train
-    if (model.max_context or 0) > shape.context_limit:
-        yield (
-            f"model.max_context = {model.max_context}: {model.path} was made for {shape.context_limit} tokens; lower it"
-        )
-    if (train.max_sample_tokens or 0) > shape.context_limit:
-        yield f"train.max_sample_tokens = {train.max_sample_tokens}: a sample has at most {shape.context_limit} tokens"
-    context = model.max_context or shape.context_limit
+    config = planned.config
+    context = config.model.max_context or planned.shape.context_limit
     if config.sampling.max_new_tokens >= context:
         yield (
             f"sampling.max_new_tokens = {config.sampling.max_new_tokens} leaves no room for a prompt in a context of "
