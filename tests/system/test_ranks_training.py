@@ -47,8 +47,8 @@ def start(tmp_path):
 
     yield start
     for process in processes:
-        process.kill()
-        process.communicate()
+        with process:
+            process.kill()
 
 
 @pytest.mark.timeout(400)

@@ -26,6 +26,7 @@ __all__ = ["RankOrder", "Ranks", "other_ranks"]
 
 if TYPE_CHECKING:
     from manege.model.base import LanguageModel
+    from manege.trainer.engines.rank_group import RankGroup
     from manege.trainer.engines.rank_process import RankProcess
     from manege.trainer.engines.ranks import RanksEngine
 
@@ -57,6 +58,7 @@ class Ranks:
 
         self._config, self._meeting, self._serves = config, meeting, serves
         self._engine: RanksEngine | None = None
+        self._group: RankGroup | None = None
         self.processes: list[RankProcess] = []
         verbose = logging.getLogger("manege").isEnabledFor(logging.DEBUG)
         for rank in range(1, config.backend.num_ranks):
@@ -79,7 +81,7 @@ class Ranks:
             urls[f"rank {process.rank}"] = _begun(process)
         for process in self.processes:
             process.ask("join")
-        group = RankGroup(
+        group = self._group = RankGroup(
             0,
             config.backend.num_ranks,
             self._meeting,
@@ -107,6 +109,8 @@ class Ranks:
             process.close()
         if self._engine is not None:
             self._engine.close()
+        elif self._group is not None:
+            self._group.close()
 
 
 def _begun(process: "RankProcess") -> Any:
