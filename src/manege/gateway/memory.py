@@ -1,8 +1,9 @@
 """What is remembered of the attempts that are active, so that the next call can continue an earlier one.
 
 A cache: rebuilt from the store when an attempt is unknown, after a restart or because it was dropped, at the end of its
-rollout or as the least recently used. Where other gateways write to the same database, each look first learns of the
-calls that they answered meanwhile. Concurrency: one event loop.
+rollout or as the least recently used. Where other gateways write to the same database, `of` first learns of the calls
+that they answered meanwhile; who finds what it looks for among those that are known `here` can do without that question
+to the database. Concurrency: one event loop.
 """
 
 from collections import OrderedDict
@@ -15,8 +16,9 @@ from manege.types import Call, CallId, Delivered, RolloutId
 
 __all__ = ["AttemptMemory"]
 
-MAX_ROLLOUTS = 1024
-"""Whose calls are remembered, at 4 bytes per token: more than run at once on one gateway."""
+MAX_ROLLOUTS = 4096
+"""Whose calls are remembered, at 4 bytes per token: more than run at once on one process (beyond, each call reads what
+its rollout has served so far)."""
 
 
 class Remembered(Protocol):
@@ -51,7 +53,13 @@ class AttemptMemory(Generic[T]):
         self._attempts: OrderedDict[RolloutId, _Attempt[T]] = OrderedDict()
 
     async def of(self, rollout_id: RolloutId, attempt: int) -> T:
-        """What is known of an attempt, read from the store if it is not in memory."""
+        """What is known of an attempt, by whatever gateway."""
+        remembered = await self.here(rollout_id, attempt)
+        await self.catch_up(rollout_id, attempt)
+        return remembered
+
+    async def here(self, rollout_id: RolloutId, attempt: int) -> T:
+        """What this process knows of an attempt, read from the store if it is not in memory."""
         known = self._get(rollout_id, attempt)
         if known is None:
             rebuilt = _Attempt(attempt, self._make(), set())
@@ -61,13 +69,18 @@ class AttemptMemory(Generic[T]):
                 known = self._attempts[rollout_id] = rebuilt
             if len(self._attempts) > MAX_ROLLOUTS:
                 self._attempts.popitem(last=False)
-        elif self._store.is_shared and not known.seen.issuperset(
-            await self._store.attempt_call_ids(rollout_id, attempt)
-        ):
-            await self._read(known, rollout_id)
         if rollout_id in self._attempts:
             self._attempts.move_to_end(rollout_id)
         return known.remembered
+
+    async def catch_up(self, rollout_id: RolloutId, attempt: int) -> bool:
+        """Learn of what other gateways answered; whether there was anything."""
+        if not self._store.is_shared or (known := self._get(rollout_id, attempt)) is None:
+            return False
+        if known.seen.issuperset(await self._store.attempt_call_ids(rollout_id, attempt)):
+            return False
+        await self._read(known, rollout_id)
+        return True
 
     def note(self, call: Call) -> None:
         """A call was answered and stored here."""

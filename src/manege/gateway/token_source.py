@@ -44,8 +44,13 @@ class TokenSource:
     async def admit(cls, services: Services, identity: AgentIdentity, request: ModelRequest, session: str) -> Self:
         """Find what the request continues. Raises ProtocolError, ContextOverflowError."""
         setting = await services.settings.of(identity.rollout.spec.run)
-        conversation = await services.conversations.of(identity.rollout_id, identity.attempt)
+        conversation = await services.conversations.here(identity.rollout_id, identity.attempt)
         prompt = prompt_of(request, conversation, services.renderer)
+        # Where the last answer in it is one that was given here, nobody else has a later one.
+        if any(message["role"] == "assistant" for message in prompt.new_messages) and (
+            await services.conversations.catch_up(identity.rollout_id, identity.attempt)
+        ):
+            prompt = prompt_of(request, conversation, services.renderer)
         admitted = admit(
             request.sampling,
             spec=identity.rollout.spec,

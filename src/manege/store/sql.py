@@ -52,7 +52,7 @@ from manege.types import (
 
 __all__ = ["SqlStore"]
 
-MAX_RUNNING = 1024
+MAX_RUNNING = 4096
 """Running rollouts that are remembered: as many as one gateway serves at once."""
 INDEX_WAIT_S = 0.2
 """Calls are indexed, and notes on them kept, together with those of so much time: nobody waits for that."""

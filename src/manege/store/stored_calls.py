@@ -5,7 +5,7 @@ from typing import Any
 
 import orjson
 import zstandard
-from sqlalchemy import ColumnElement, Connection, Row, Table, and_, select
+from sqlalchemy import ColumnElement, Connection, Row, Table, and_, select, text
 
 from manege.store.base import StoredCall
 from manege.store.codec import floats, ids
@@ -16,6 +16,12 @@ from manege.types import CallId, RolloutId
 __all__ = ["attempt_ids", "of_attempt", "of_rollouts"]
 
 _PER_QUERY = 500
+_ATTEMPT_IDS = text(
+    "SELECT id FROM (SELECT 0 AS part, seq, id FROM calls WHERE rollout_id = :rollout_id AND attempt = :attempt "
+    "UNION ALL SELECT 1, seq, id FROM raw_calls WHERE rollout_id = :rollout_id AND attempt = :attempt) AS found "
+    "ORDER BY part, seq"
+)
+"""Asked for with many a call: built once, and one statement."""
 
 
 def of_rollouts(connection: Connection, rollout_ids: Sequence[RolloutId]) -> Mapping[RolloutId, Sequence[StoredCall]]:
@@ -39,13 +45,8 @@ def of_attempt(connection: Connection, rollout_id: RolloutId, attempt: int) -> S
 
 def attempt_ids(connection: Connection, rollout_id: RolloutId, attempt: int) -> Sequence[CallId]:
     """The ids of the calls of one attempt, in the order in which they were stored."""
-    return [
-        CallId(call_id)
-        for table in (calls, raw_calls)
-        for call_id in connection.execute(
-            select(table.c.id).where(*_of(table, rollout_id, attempt)).order_by(table.c.seq)
-        ).scalars()
-    ]
+    given = {"rollout_id": rollout_id, "attempt": attempt}
+    return [CallId(call_id) for call_id in connection.execute(_ATTEMPT_IDS, given).scalars()]
 
 
 def _of(table: Table, rollout_id: RolloutId, attempt: int) -> Sequence[ColumnElement[bool]]:
