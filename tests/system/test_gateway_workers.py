@@ -41,11 +41,13 @@ AUTH = {"authorization": f"Bearer {OPERATOR_KEY}"}
 class Gateway:
     """Of two workers, without an engine until one is registered."""
 
-    def __init__(self, database, folder, *, port=0):
+    def __init__(self, database, folder):
         self.database = database
-        words = ["gateway", "--model", TINY_MODEL, "--engine", "none", "--port", port, "--folder", folder / "data"]
+        words = ["gateway", "--model", TINY_MODEL, "--engine", "none", "--port", 0, "--folder", folder / "data"]
         words += ["--operator-key", OPERATOR_KEY, "--store", database, "--workers", 2]
         self.part = Part(words, folder / "log.txt", ready="2 workers")
+
+    def start(self):
         self.part.start()
         self.part.wait_until_ready()
         self.url = re.findall("gateway (http[^,]+),", self.part.log.read_text())[-1]
@@ -105,6 +107,7 @@ class Gateway:
 def gateway_over(database, folder):
     gateway = Gateway(database, folder)
     try:
+        gateway.start()
         yield gateway
     finally:
         gateway.part.end()

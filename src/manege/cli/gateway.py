@@ -7,8 +7,10 @@ trainer does; `--model` may then be a mere name. With `--workers N` it is N proc
 import argparse
 import asyncio
 import gc
+import resource
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import get_args
 
@@ -83,6 +85,10 @@ async def execute(arguments: argparse.Namespace) -> int:
 
 async def _work(arguments: argparse.Namespace, config: GatewayConfig, data: Path, given: Given | None) -> int:
     """The gateway, or one worker of it."""
+    # A file per connection of an agent: as many as the machine allows.
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with suppress(OSError, ValueError):  # macOS allows fewer than it says
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     folder, engines = await _engines(arguments)
     try:
         async with gateway_serving(config, folder, engines, data, max_context=None, given=given) as server:
