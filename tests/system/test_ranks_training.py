@@ -13,6 +13,7 @@ import pytest
 from tests.system.test_training import RUN_FILE, finish, manege, rows, wait_for_steps
 
 TWO = ("backend.ranks_per_node=2", "model.device=cpu", "evaluation.temperatures=[]")
+SMALL = ("train.groups=2", "train.group_size=4")
 
 
 def ranks_of(process):
@@ -55,7 +56,7 @@ def start(tmp_path):
 def test_two_ranks_learn_and_serve(start, tmp_path):
     folder = tmp_path / "run"
     process = start()
-    wait_for_steps(process, folder, 1)
+    wait_for_steps(process, folder, 1, timeout_s=200)
     [rank] = ranks_of(process)
     url, seen, versions = engine_url(rank), 0.0, set()
     while process.poll() is None and len(rows(folder, "step")) < 5:
@@ -79,7 +80,7 @@ def test_two_ranks_learn_and_serve(start, tmp_path):
 @pytest.mark.timeout(400)
 def test_a_run_that_loses_a_rank_ends_and_goes_on(start, tmp_path):
     folder = tmp_path / "run"
-    settings = ("train.checkpoint_every=1", "train.steps=3")
+    settings = (*SMALL, "train.checkpoint_every=1", "train.steps=3")
     process = start(*settings)
     wait_for_steps(process, folder, 1)
     [rank] = ranks_of(process)
@@ -96,7 +97,7 @@ def test_a_run_that_loses_a_rank_ends_and_goes_on(start, tmp_path):
 
 @pytest.mark.timeout(200)
 def test_ranks_die_with_a_trainer_that_is_killed(start, tmp_path):
-    process = start()
+    process = start(*SMALL)
     wait_for_steps(process, tmp_path / "run", 1)
     [rank] = ranks_of(process)
     process.kill()
