@@ -166,14 +166,15 @@ class Vllm:
         return JSONResponse(known.get(request.url.path, {}), 200 if found else 404)
 
     @asynccontextmanager
-    async def client(self):
+    async def client(self, **options):
         posts = ["/pause", "/resume", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version"]
+        posts += ["/sleep", "/wake_up"]
         gets = ["/v1/models", "/weight_info", "/is_paused", "/metrics"]
         routes = [Route(path, self.told) for path in gets]
         routes += [Route(path, self.steer, methods=["POST"]) for path in posts]
         routes.append(Route("/inference/v1/generate", self.generate, methods=["POST"]))
         async with Server(Starlette(routes=routes)) as server:
-            engine = UpstreamEngine(server.url)
+            engine = UpstreamEngine(server.url, **options)
             yield engine
             await engine.close()
 
@@ -324,3 +325,24 @@ async def test_pressure_is_read_from_metrics_and_nothing_where_there_are_none(me
     async with Vllm(metrics=metrics).client() as engine:
         info = await engine.info()
     assert (info.num_waiting, info.cache_usage) == expected
+
+
+async def test_a_server_that_shares_its_gpu_sleeps_in_a_pause_and_wakes_its_weights_first():
+    vllm = Vllm()
+    async with vllm.client(sleeps=True) as engine:
+        await engine.pause()
+        await engine.load(NEW, PolicyVersion(2))
+        await engine.resume()
+        await engine.pause()
+        await engine.resume()
+        await engine.resume()
+        await engine.pause(keep=True)
+        await engine.resume()
+    paths = [path.rstrip("?") for path in vllm.steered]
+    abort, sleep = "/pause?mode=abort&clear_cache=true", "/sleep?level=1&mode=abort"
+    loading = ["/wake_up?tags=weights", "/collective_rpc", "/reset_prefix_cache", "/update_weight_version"]
+    assert paths == [
+        *(abort, sleep, *loading, "/wake_up?tags=kv_cache", "/resume"),
+        *(abort, sleep, "/wake_up?tags=weights&tags=kv_cache", "/resume", "/resume"),
+        *("/pause?mode=keep&clear_cache=false", "/resume"),
+    ]

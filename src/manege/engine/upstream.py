@@ -15,6 +15,10 @@ kept, vLLM cannot reset its cache of prefixes and does not say so
 (https://docs.vllm.ai/en/stable/training/async_rl/ has the modes). So prefixes have the version as their salt, which
 keeps those of old weights from new requests, and nothing is asked of a server during a pause of ours.
 
+A server that shares its GPUs with a trainer (`sleeps`) gives them up while it is paused: it keeps its weights in the
+machine's memory and drops its cache, loads new weights with no more than these on the GPU, and is awake at `resume`.
+No GPU has confirmed it yet.
+
 A task reads each answer as it arrives, however slowly its caller takes it, so that a token has the version of the
 weights that were in use when it came.
 """
@@ -50,8 +54,9 @@ class UpstreamEngine:
         inflight=frozenset({"drain", "abort_continue", "keep"}), weights=frozenset({"folder"})
     )
 
-    def __init__(self, url: str, *, version: int = 0) -> None:
-        """`url`: root of the server, with or without `/v1`. `version`: of its weights, until the server says."""
+    def __init__(self, url: str, *, version: int = 0, sleeps: bool = False) -> None:
+        """`url`: root of the server, with or without `/v1`. `version`: of its weights, until the server says. `sleeps`:
+        it leaves its GPU to others while it is paused, unless answers are kept."""
         self._url = url.rstrip("/").removesuffix("/v1")
         self._http = HttpClient(self._url, lost=self._forget)
         self._model = ""
@@ -68,6 +73,9 @@ class UpstreamEngine:
         """Not paused from here."""
         self._open.set()
         self._num_pauses = 0
+        self._sleeps = sleeps
+        self._asleep: tuple[str, ...] = ()
+        """What of it is not on the GPU now, by vLLM's names."""
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> AsyncGenerator[Chunk, None]:
         await self._learn()
@@ -103,12 +111,16 @@ class UpstreamEngine:
             if status == 404:
                 raise EngineError(f"{self._url} has no /pause; start vLLM with VLLM_SERVER_DEV_MODE=1")
             _checked(status, reply, self._url + path)
+            if self._sleeps and not keep:
+                await self._call("POST", "/sleep?level=1&mode=abort")
+                self._asleep = ("weights", "kv_cache")
         except BaseException:
             self._open.set()
             raise
 
     async def resume(self) -> None:
         try:
+            await self._wake(*self._asleep)
             status, reply = await self._send("POST", "/resume")
         finally:
             self._open.set()
@@ -119,6 +131,8 @@ class UpstreamEngine:
     async def load(self, weights: Weights, version: PolicyVersion) -> None:
         if weights.folder is None:
             raise EngineError(f"weights of kind {weights.kind!r} cannot be sent to {self._url}; publish a folder")
+        # The cache's room is of use only to answers.
+        await self._wake("weights")
         rpc = {"method": "reload_weights", "kwargs": {"weights_path": weights.folder}}
         await self._call("POST", "/collective_rpc", rpc)
         await self._call("POST", "/reset_prefix_cache")
@@ -222,6 +236,11 @@ class UpstreamEngine:
                     put(chunk)
             put(reader.finish())
         return True
+
+    async def _wake(self, *names: str) -> None:
+        if names := tuple(name for name in names if name in self._asleep):
+            await self._call("POST", "/wake_up?" + "&".join(f"tags={name}" for name in names))
+            self._asleep = tuple(name for name in self._asleep if name not in names)
 
     async def _call(self, method: str, path: str, body: JsonObject | None = None) -> Any:
         status, reply = await self._send(method, path, body)
