@@ -1,9 +1,9 @@
 """Who else gets the rows of metrics.jsonl: event files for TensorBoard, a run at Weights & Biases.
 
 In: rows as the trainer makes them, and after a resume all that came before. Out: numbers under flat names, such as
-`step/loss` or `evaluation/T=1/success_rate`. No step is there twice: TensorBoard's files are made anew from those rows.
-Weights & Biases cannot take back, so what it has got is noted in the run folder and not sent again; of a step that a
-resumed run had to make again it keeps what came first.
+`step/loss` or `evaluation/T=1/success_rate`. No step is there twice: what is on this machine only, as TensorBoard's
+files, is made anew from those rows. Weights & Biases takes nothing back, so what it has got is noted and not sent
+again; of a step that a resumed run had to make again it keeps what came first.
 
 Rows are written in a thread, since a writer may wait for a network. One that fails is dropped with a warning: a run
 does not end because somebody could not watch it.
@@ -11,6 +11,7 @@ does not end because somebody could not watch it.
 
 import importlib.util
 import secrets
+import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ __all__ = ["TensorBoardWriter", "Tracked", "WandbWriter", "Writer", "flat", "tra
 
 _CLOSE_S = 60
 """How long the end of a run waits for what was not written yet."""
+_NOTES = "rows.txt"
 _NOT_CURVES = ("kind", "step", "time_s", "temperature")
 
 _log = get_logger("trainer")
@@ -142,19 +144,15 @@ class WandbWriter:
         """Raises ConfigError when it cannot begin: no key, no network."""
         import wandb
 
-        notes = config.run_folder / "wandb" / "rows.txt"
-        notes.parent.mkdir(parents=True, exist_ok=True)
-        lines = notes.read_text(encoding="utf-8").split("\n") if notes.exists() else []
-        run_id = lines[0] if lines else secrets.token_hex(4)
-        if not lines:
-            notes.write_text(f"{run_id}\n", encoding="utf-8")
-        self._notes, self._written = notes, set(lines[1:])
+        folder = config.run_folder / "wandb"
+        folder.mkdir(parents=True, exist_ok=True)
+        self._sent = _sent_rows(folder)
         # What describes the training; environments and commands may hold what is nobody else's business.
         shown = config.model_dump(mode="json", include={"seed", "model", "sampling", "credit", "train", "backend"})
         try:
             self._run = wandb.init(
                 project=project,
-                id=run_id,
+                id=_run_id(folder),
                 name=config.name,
                 dir=str(config.run_folder),
                 config=shown,
@@ -168,20 +166,39 @@ class WandbWriter:
             ) from error
         # Its own steps only count up; evaluations beside training come later than their step.
         self._run.define_metric("*", step_metric="step")
+        self._notes = Path(self._run.settings.sync_dir, _NOTES)
 
     def write(self, row: Mapping[str, Any]) -> None:
         """See Writer."""
         name = f"{row['kind']} {row['step']} {row.get('temperature', '')}".rstrip()
-        if name in self._written:
+        if name in self._sent:
             return
         self._run.log({"step": row["step"], **flat(row)})
-        self._written.add(name)
-        with self._notes.open("a", encoding="utf-8") as file:
-            file.write(f"{name}\n")
+        self._sent.add(name)
+        if not self._run.disabled:
+            with self._notes.open("a", encoding="utf-8") as file:
+                file.write(f"{name}\n")
 
     def close(self) -> None:
         """See Writer."""
         self._run.finish()
+
+
+def _run_id(folder: Path) -> str:
+    """Drawn at the first start."""
+    path = folder / "id.txt"
+    if not path.exists():
+        path.write_text(secrets.token_hex(4), encoding="utf-8")
+    return path.read_text(encoding="utf-8")
+
+
+def _sent_rows(folder: Path) -> set[str]:
+    """By the notes of earlier lives. Those that nobody has sent yet are removed, since they are told again: one that
+    was killed has lost its last minutes."""
+    for life in folder.glob("offline-run-*"):
+        if not any(life.glob("*.synced")):
+            shutil.rmtree(life)
+    return {line for path in folder.glob(f"*/{_NOTES}") for line in path.read_text(encoding="utf-8").splitlines()}
 
 
 def flat(row: Mapping[str, Any]) -> dict[str, float]:
