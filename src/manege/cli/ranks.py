@@ -95,11 +95,16 @@ class Ranks:
         engines = {name: SharedUpstreamEngine(url) for name, url in urls.items()} if self._serves else {}
         return self._engine, engines
 
-    async def watch(self) -> None:
-        """Raises TrainerError as soon as one has died."""
+    @property
+    def lost(self) -> TrainerError | None:
+        """What one has died of; None: all of them live."""
         from manege.trainer.engines.rank_process import first_end
 
-        while (error := first_end(self.processes)) is None:
+        return first_end(self.processes)
+
+    async def watch(self) -> None:
+        """Raises TrainerError as soon as one has died."""
+        while (error := self.lost) is None:
             await asyncio.sleep(LOOK_S)
         raise error
 
@@ -134,6 +139,7 @@ async def other_ranks(config: RunConfig, *, serves: bool) -> AsyncIterator[Ranks
                 yield ranks
                 watching.cancel()
         except* ManegeError as errors:
-            raise errors.exceptions[0] from None
+            # Whoever asks a rank that has died fails before it is looked at.
+            raise ranks.lost or errors.exceptions[0] from None
         finally:
             await asyncio.to_thread(ranks.close)
