@@ -140,9 +140,11 @@ def local_engine(model: ModelConfig, config: EngineConfig, *, seed: int) -> tupl
     return folder, served(load(model, folder), folder, model, config, seed=seed)
 
 
-def upstream_engines(urls: str | Sequence[str], wire: EngineWire = "vllm") -> Mapping[str, Engine]:
-    """Engines elsewhere, by their addresses."""
-    return {url: token_engine(url, wire) for url in _listed(urls)}
+def upstream_engines(
+    urls: str | Sequence[str], wire: EngineWire = "vllm", *, sleeps: bool = False
+) -> Mapping[str, Engine]:
+    """Engines elsewhere, by their addresses. `sleeps`: they share GPUs with what trains."""
+    return {url: token_engine(url, wire, sleeps=sleeps) for url in _listed(urls)}
 
 
 def _listed(urls: str | Sequence[str] | None) -> Sequence[str]:
@@ -153,9 +155,10 @@ def _engines(
     config: RunConfig, folder: ModelFolder, train: bool, started: Sequence[str], ranks: Ranks | None
 ) -> tuple[Mapping[str, Engine], TrainEngine | None]:
     """The engines and, over the same weights unless they are elsewhere, the train engine. `started`: by the run."""
-    wire: EngineWire = "sglang" if config.backend.engines.kind == "sglang" else "vllm"
+    kind = config.backend.engines.kind
+    wire: EngineWire = "sglang" if kind == "sglang" else "vllm"
     named = upstream_engines(_listed(config.gateway.engine_url), config.gateway.engine_wire)
-    if elsewhere := {**upstream_engines(started, wire), **named}:
+    if elsewhere := {**upstream_engines(started, wire, sleeps=config.backend.colocated and kind == "vllm"), **named}:
         return elsewhere, _train_engine_apart(config, folder, ranks) if train else None
     model = load(config.model, folder)
     trainer, others = _train_engine(model, folder, config, ranks) if train else (None, {})

@@ -75,6 +75,11 @@ def server_command(
                 **_vllm_flags(backend, model, package),
             }
         case "sglang":
+            if backend.colocated:
+                raise ConfigError(
+                    'backend.colocated = true: servers of kind "sglang" do not sleep while ranks work; take "vllm", or '
+                    "GPUs of their own for the engines"
+                )
             start = ["-m", "sglang.launch_server"]
             flags = {"model-path": folder, "served-model-name": folder.name, **address, **_sglang_flags(backend, model)}
         case "manege":
@@ -149,8 +154,6 @@ def _sglang_flags(backend: BackendConfig, model: ModelConfig) -> dict[str, Any]:
     }
     if model.max_context is not None:
         flags["context-length"] = model.max_context
-    if backend.colocated:
-        flags["enable-memory-saver"] = True
     return flags
 
 

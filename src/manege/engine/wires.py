@@ -1,6 +1,5 @@
 """The client of an engine elsewhere that takes token ids, by the wire that it speaks."""
 
-from manege.engine.base import Engine
 from manege.engine.proof import ProvenEngine
 from manege.engine.sglang import SglangEngine
 from manege.engine.upstream import UpstreamEngine
@@ -11,6 +10,9 @@ __all__ = ["token_engine"]
 _CLIENTS: dict[EngineWire, type[UpstreamEngine] | type[SglangEngine]] = {"vllm": UpstreamEngine, "sglang": SglangEngine}
 
 
-def token_engine(url: str, wire: EngineWire, *, version: int = 0) -> Engine:
-    """`url`: root of the server, with or without `/v1`. `version`: of its weights, until the server says."""
+def token_engine(url: str, wire: EngineWire, *, version: int = 0, sleeps: bool = False) -> ProvenEngine:
+    """`url`: root of the server, with or without `/v1`. `version`: of its weights, until the server says. `sleeps`: see
+    UpstreamEngine; only vLLM's can."""
+    if sleeps:
+        return ProvenEngine(UpstreamEngine(url, version=version, sleeps=True), url)
     return ProvenEngine(_CLIENTS[wire](url, version=version), url)
