@@ -28,6 +28,7 @@ from manege.types import RolloutSpec, Task
 from tests.chat_engine import chat_engine, raw_server
 from tests.chat_engine import http as http_answer
 from tests.conftest import OPERATOR_KEY, TINY_MODEL
+from tests.sglang_wire import SglangServer
 
 pytestmark = pytest.mark.anyio
 
@@ -40,6 +41,18 @@ async def serving_engine(letter, *, port=0, wrap=lambda app: app, **options):
     engine = ScriptedEngine(hashed_reply(num_tokens=8, first_id=token, last_id=token), **options)
     app = engine_app(engine, encode=renderer.encode, decode=renderer.decode)
     async with Server(wrap(app), port=port) as server:
+        yield engine, server.url
+    await engine.close()
+
+
+@asynccontextmanager
+async def serving_sglang(letter, **options):
+    """The same on SGLang's wire."""
+    folder = open_folder(str(TINY_MODEL))
+    (token,) = renderer_for(folder).encode(letter)
+    engine = ScriptedEngine(hashed_reply(num_tokens=8, first_id=token, last_id=token), **options)
+    made = SglangServer(engine, decode=folder.tokenizer.decode, context_limit=2048, incremental=True)
+    async with Server(made.app) as server:
         yield engine, server.url
     await engine.close()
 
@@ -236,6 +249,52 @@ async def test_a_forgotten_engine_finishes_its_calls(http, ask):
         assert await ask() != "x"
         await engine.resume()
         assert await asking == "x"
+
+
+@pytest.mark.parametrize("wire", ["vllm", "sglang"])
+async def test_an_engine_that_is_forgotten_while_it_streams_loses_nothing(http, client, gateway, wire):
+    await client.create_rollouts([RolloutSpec(id=str(i), run="run", task=Task(id="t", input={})) for i in range(30)])
+    claims = iter(await client.claim(controller="c", limit=30, lease_s=60))
+    async with AsyncExitStack() as stack:
+        serve = serving_engine if wire == "vllm" else serving_sglang
+        served = [await stack.enter_async_context(serve(letter, token_delay_s=0.1)) for letter in "xy"]
+        await register(http, *[url for _, url in served], wire=wire)
+        (engine, url), (_, other_url) = served
+        text = []
+        while "x" not in text:
+            text, claim = [], next(claims)
+            streaming = asyncio.create_task(stream(gateway, claim, text))
+            async with asyncio.timeout(20):
+                while not text and not streaming.done():
+                    await asyncio.sleep(0.01)
+            assert text
+        await engine.pause()
+        assert 0 < len(text) < 8
+        gone = await http.delete("/api/models", params={"endpoint": f"{url}/v1"})
+        assert gone.json() == {"status": "ok", "running": 1}
+        assert [entry["endpoint"] for entry in (await http.get("/api/models")).json()] == [other_url]
+        await stream(gateway, claim, others := [])
+        assert "".join(others) == "y" * 8
+        await engine.resume()
+        await streaming
+        assert "".join(text) == "x" * 8
+        async with asyncio.timeout(20):
+            while (again := await http.delete("/api/models", params={"endpoint": url})).status_code != 404:
+                await asyncio.sleep(0.01)
+        assert "no engine is registered at" in again.json()["error"]["message"]
+    (calls,) = (await client.calls([claim.rollout.spec.id])).values()
+    assert sorted(len(call.response_ids_R) for call in calls) == [8, 8]
+
+
+async def stream(gateway, claim, parts):
+    """One model call of an agent; what comes is put into `parts` as it comes."""
+    async with openai.AsyncOpenAI(
+        base_url=f"{gateway.url}/v1", api_key=claim.agent_key, max_retries=0, http_client=httpx.AsyncClient(timeout=30)
+    ) as agent:
+        messages = [{"role": "user", "content": claim.rollout.spec.id}]
+        answer = await agent.chat.completions.create(model="any", messages=messages, stream=True)
+        async for chunk in answer:
+            parts += [choice.delta.content for choice in chunk.choices if choice.delta.content]
 
 
 async def test_registrations_survive_a_restart_of_the_gateway(store, engine):

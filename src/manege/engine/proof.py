@@ -25,7 +25,7 @@ from manege.errors import EngineError
 from manege.logs import get_logger, kv
 from manege.types import PolicyVersion
 
-__all__ = ["REMEDY", "ProvenEngine", "tells_tempered_logprobs"]
+__all__ = ["REMEDY", "TEMPERATURE", "ProvenEngine", "tells_tempered_logprobs"]
 
 TEMPERATURE = 0.6
 NUM_PATHS = 8
@@ -99,11 +99,27 @@ class ProvenEngine:
         self._has_tried = False
 
     async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> AsyncGenerator[Chunk, None]:
-        if sampling.temperature not in (0.0, 1.0):
-            await self._prove(sampling.temperature)
+        if sampling.temperature not in (0.0, 1.0) and await self.prove() is False:
+            raise EngineError(
+                f"the engine at {self._name} does not tell the log-probabilities of temperature "
+                f"{sampling.temperature:g}, with which it was asked to sample, and none can be learnt from: {REMEDY}; "
+                "or sample at temperature 1"
+            )
         async with aclosing(self._engine.generate(prompt_ids, sampling)) as chunks:
             async for chunk in chunks:
                 yield chunk
+
+    async def prove(self) -> bool | None:
+        """See `tells_tempered_logprobs`; asked once, and warned of where it cannot be told."""
+        async with self._proving:
+            if not self._has_tried:
+                self._is_tempered = await tells_tempered_logprobs(self._engine)
+                self._has_tried = True
+                if self._is_tempered is None:
+                    _log.warning(
+                        kv("an engine could not be proven to tell log-probabilities at a temperature", url=self._name)
+                    )
+        return self._is_tempered
 
     async def pause(self, *, keep: bool = False) -> None:
         await self._engine.pause(keep=keep)
@@ -119,18 +135,3 @@ class ProvenEngine:
 
     async def close(self) -> None:
         await self._engine.close()
-
-    async def _prove(self, temperature: float) -> None:
-        async with self._proving:
-            if not self._has_tried:
-                self._is_tempered = await tells_tempered_logprobs(self._engine)
-                self._has_tried = True
-                if self._is_tempered is None:
-                    _log.warning(
-                        kv("an engine could not be proven to tell log-probabilities at a temperature", url=self._name)
-                    )
-        if self._is_tempered is False:
-            raise EngineError(
-                f"the engine at {self._name} does not tell the log-probabilities of temperature {temperature:g}, with "
-                f"which it was asked to sample, and none can be learnt from: {REMEDY}; or sample at temperature 1"
-            )

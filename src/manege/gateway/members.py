@@ -9,13 +9,12 @@ from typing import Literal
 
 from manege.engine.base import Engine, EngineCapabilities, Sampling, collect
 from manege.engine.messages import MessagesEngine
-from manege.engine.proof import REMEDY, tells_tempered_logprobs
+from manege.engine.proof import TEMPERATURE
 from manege.engine.wires import token_engine
 from manege.errors import ManegeError, UnprocessableError
-from manege.logs import get_logger, kv
 from manege.types import EngineWire
 
-__all__ = ["Member", "Mode", "Registration", "choose", "probe"]
+__all__ = ["Member", "Mode", "Registration", "choose", "probe", "root_of"]
 
 PROBE_S = 30.0
 """For the first answer of an engine; a GPU that still compiles takes seconds."""
@@ -23,8 +22,6 @@ CHECK_S = 5.0
 """For the answer of an engine that is asked whether it is back."""
 MAX_EXTRA_CALLS = 4
 """An engine that has this many calls more than twice those of the idlest one is overloaded."""
-
-_log = get_logger("gateway")
 
 _MESSAGES_CAPABILITIES = EngineCapabilities(inflight=frozenset({"drain"}), weights=frozenset())
 
@@ -48,7 +45,12 @@ class Registration:
     @property
     def root(self) -> str:
         """What tells endpoints apart."""
-        return self.endpoint.rstrip("/").removesuffix("/v1")
+        return root_of(self.endpoint)
+
+
+def root_of(endpoint: str) -> str:
+    """Without its path."""
+    return endpoint.rstrip("/").removesuffix("/v1")
 
 
 class Member:
@@ -133,34 +135,28 @@ def choose(members: list[Member], session: str) -> Member:
 async def probe(entry: Registration) -> None:
     """Raises UnprocessableError for an endpoint that does not answer; in mode `tokens`, for one that does not sample
     from token ids, or tells log-probabilities of another temperature."""
-    member, is_tempered = Member.registered(entry, time.monotonic), None
+    member = Member.registered(entry, time.monotonic)
     try:
         async with asyncio.timeout(PROBE_S):
             if member.messages is not None:
                 await member.messages.check()
             elif member.tokens is not None:
                 await collect(member.tokens.generate([0], Sampling(max_new_tokens=1)))
-                is_tempered = await tells_tempered_logprobs(member.tokens)
+                # The first at a temperature: it is proven before.
+                await collect(member.tokens.generate([0], Sampling(max_new_tokens=1, temperature=TEMPERATURE)))
     except TimeoutError:
         raise _refused(entry, f"no answer within {PROBE_S:g} s") from None
     except ManegeError as error:
         raise _refused(entry, str(error)) from error
     finally:
         await member.close()
-    if is_tempered is False:
-        raise UnprocessableError(
-            f"endpoint {entry.endpoint} of model {entry.model!r} is not registered, since the log-probabilities "
-            f"that it tells are not those of the temperature that it is asked to sample with: {REMEDY}"
-        )
-    if is_tempered is None and entry.mode == "tokens":
-        _log.warning(kv("an engine could not be proven to tell log-probabilities at a temperature", url=entry.root))
 
 
 def _refused(entry: Registration, reason: str) -> UnprocessableError:
     if entry.mode == "messages":
         what, advice = "it does not answer", "Start it first; it must serve /v1/chat/completions"
     else:
-        what = "no token could be sampled from token ids"
+        what = "it cannot be used with token ids"
         advice = (
             "It must serve vLLM's token wire: start vLLM with --enable-scale-out --logprobs-mode processed_logprobs, "
             "or `manege engine`; or register SGLang with wire `sglang`"

@@ -2,11 +2,12 @@
 
 from collections.abc import Sequence
 
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from manege.gateway.declare import answers, takes
+from manege.gateway.declare import answers, asks, takes
 from manege.gateway.pool import Registration
 from manege.gateway.services import Services
 from manege.http import answer
@@ -24,6 +25,11 @@ def model_routes(services: Services) -> list[Route]:
     ]
 
 
+class _Which(BaseModel):
+    endpoint: str | None = None
+    """Of one engine; None: all."""
+
+
 class _Models:
     def __init__(self, services: Services) -> None:
         self._engine = services.engine
@@ -31,7 +37,8 @@ class _Models:
     @takes(list[Registration])
     @answers(201)
     async def register(self, _request: Request, added: Sequence[Registration]) -> Response:
-        """Serve model calls by these engines (`model`, `endpoint`, `version`), from now on; each is tried first."""
+        """Serve model calls by these engines (`model`, `endpoint`, `version`, `mode`, `wire`), from now on; each is
+        tried first."""
         await self._engine.register(added)
         return answer(added, 201)
 
@@ -39,7 +46,12 @@ class _Models:
         """The engines that were registered."""
         return answer(self._engine.registrations)
 
-    async def clear(self, _request: Request) -> Response:
-        """Forget them when their calls have ended; the gateway's own engine serves again."""
-        await self._engine.clear()
-        return answer({"status": "ok"})
+    @asks(_Which)
+    async def clear(self, _request: Request, which: _Which) -> Response:
+        """Forget them, or the one at `endpoint`, when their calls have ended; without any, the gateway's own engine
+        serves again. Of the one, `running` tells the calls that it still answers for this gateway: it may be stopped
+        when there are none, so ask again."""
+        if which.endpoint is None:
+            await self._engine.clear()
+            return answer({"status": "ok"})
+        return answer({"status": "ok", "running": await self._engine.forget(which.endpoint)})

@@ -22,9 +22,9 @@ from typing import Any, Protocol, TypeVar
 
 from manege.engine.base import Chunk, Engine, EngineInfo, Sampling, Weights
 from manege.engine.messages import MessagesEngine
-from manege.errors import EngineAwayError, EngineError, UnavailableError, UnprocessableError
+from manege.errors import EngineAwayError, EngineError, NotFoundError, UnavailableError, UnprocessableError
 from manege.gateway.engine_state import EngineState, EngineStates
-from manege.gateway.members import Member, Mode, Registration, choose, probe
+from manege.gateway.members import Member, Mode, Registration, choose, probe, root_of
 from manege.logs import get_logger, kv
 from manege.store.sql import SqlStore
 from manege.types import PolicyVersion
@@ -121,6 +121,21 @@ class EnginePool:
         async with self._changing:
             await self._store.set_value(MODELS_KEY, [])
             await self._follow()
+
+    async def forget(self, endpoint: str) -> int:
+        """Give an endpoint no more calls, and return how many of this gateway's it still answers; ask again until there
+        are none. Raises NotFoundError for one that is neither registered nor leaving."""
+        root = root_of(endpoint)
+        async with self._changing:
+            is_known = root in self._registrations
+            await self._store.update_value(
+                MODELS_KEY, lambda stored: [entry for key, entry in _entries(stored).items() if key != root]
+            )
+            await self._follow()
+        leaving = [member for member in self._leaving if member.name == root]
+        if not (is_known or leaving):
+            raise NotFoundError(f"no engine is registered at {endpoint}; GET /api/models lists them")
+        return sum(member.num_running for member in leaving)
 
     async def generate(
         self, prompt_ids: Sequence[int], sampling: Sampling, session: str = ""
