@@ -136,8 +136,9 @@ def test_what_cannot_work_is_refused(asked, reason):
 
 
 def test_all_reasons_are_given_at_once():
-    plan, _ = planned(num_gpus=2, gib=8, sampling={"max_new_tokens": 9000}, model={"max_context": 9000})
-    assert len(plan.reasons) >= 4
+    train = {**FITS["train"], "prefix_tree": True}
+    plan, _ = planned(num_gpus=2, gib=8, sampling={"max_new_tokens": 9000}, model={"max_context": 9000}, train=train)
+    assert len(plan.reasons) == 5
 
 
 def test_on_a_cpu_nothing_is_said_of_gpus():
