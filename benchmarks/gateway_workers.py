@@ -165,8 +165,12 @@ async def measure(mode, workers, shape, asked, server):
             process(*gateway_command, health=f"{url}/healthz") as gateway,
         ):
             if mode == "messages":
-                async with aiohttp.ClientSession(headers={"authorization": f"Bearer {KEY}"}) as session:
-                    await session.post(f"{url}/api/models", json=[{"model": "m", "endpoint": stand_in}])
+                headers, models = {"authorization": f"Bearer {KEY}"}, [{"model": "m", "endpoint": stand_in}]
+                async with (
+                    aiohttp.ClientSession(headers=headers) as session,
+                    session.post(f"{url}/api/models", json=models) as answered,
+                ):
+                    answered.raise_for_status()
             agents = Agents(url, shape, await our_paths(url, asked.rollouts))
             agents.replies = mode != "messages"
             how = {"num_connections": asked.connections, "of_each": MODES[mode]}
@@ -178,6 +182,12 @@ async def measure(mode, workers, shape, asked, server):
                 num_calls, took_s = await load(agents, seconds=seconds, **how)
             spent = replace(Spent.now(*parties), turn=turns.share * took_s).per_call(before, num_calls)
     return num_calls / took_s, spent
+
+
+def told(spent):
+    """In one line, for whoever cannot wait for the table."""
+    cpu = {name: getattr(spent, name) * 1e3 for name in ("workers", "first", "postgres", "engine", "generator", "turn")}
+    return "ms " + ", ".join(f"{name} {value:.2f}" for name, value in cpu.items())
 
 
 def shown(results, shape, connections):
@@ -228,7 +238,7 @@ def main():
             for number, (mode, workers) in itertools.product(range(asked.rounds), cases):
                 rate, spent = asyncio.run(measure(mode, workers, shape, asked, server))
                 results.setdefault((mode, workers), []).append((rate, spent, os.getloadavg()[0]))
-                console.print(f"round {number + 1}: {mode}, {workers} workers: {rate:.0f} calls/s", style="dim")
+                console.print(f"round {number + 1}: {mode}, {workers} workers: {rate:.0f} calls/s; {told(spent)}")
         console.print(shown(results, shape, asked.connections))
 
 
