@@ -17,7 +17,7 @@ from typing import Any, Self, TypeVar
 from omegaconf import DictConfig
 
 from manege.errors import TrainerError
-from manege.logs import get_logger
+from manege.logs import get_logger, setup
 from manege.verl.service import Prompt, Rollouts, rollouts_for
 from manege.verl.settings import read_settings
 
@@ -37,6 +37,7 @@ class AgentLoopManager:
         """Returns when gateway and controller run. Raises ConfigError for what cannot be carried out."""
         if teacher_client:
             raise TrainerError("distillation from a teacher is not done with agents of manege; set distillation off")
+        setup()
         return cls(config, llm_client)
 
     def __init__(self, config: DictConfig, client: Any) -> None:
