@@ -7,7 +7,7 @@ ARGS ?=
 # Harnesses that the tests of every change run.
 TESTED := mini-swe-agent claude-code codex opencode openai-agents
 
-.PHONY: train test full harnesses check bench docs format clean engine-vllm verl
+.PHONY: train test full harnesses check bench docs format clean engine-vllm vllm verl
 
 train: .venv/train
 	$(BIN)/manege train $(RUN) folder=runs/$(notdir $(patsubst %/,%,$(dir $(RUN))))-$(STAMP) $(ARGS)
@@ -78,6 +78,9 @@ verl: .venv-verl/ready
 
 # vLLM without a GPU, in an environment of its own (4 GB): its pins are not ours. `backend.engines.python` names it.
 engine-vllm: .venv-vllm/ready
+
+vllm: .venv/dev engine-vllm
+	$(BIN)/python -m pytest -m vllm
 
 .venv-vllm/ready: requirements-vllm.lock
 	$(PYTHON) -m venv .venv-vllm
