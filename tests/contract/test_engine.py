@@ -1,10 +1,15 @@
-"""What every Engine must do. A row of ENGINES is an async context manager that yields one."""
+"""What every Engine must do. A row of ENGINES is an async context manager that yields one.
+
+`upstream` and `sglang` are clients of servers that speak vLLM's and SGLang's wire over an engine of ours; `vllm` is the
+real server (`make engine-vllm`). SGLang itself has confirmed nothing yet.
+"""
 
 import asyncio
 import json
 import re
 from contextlib import aclosing, asynccontextmanager
 
+import httpx
 import numpy as np
 import pytest
 import torch
@@ -30,6 +35,8 @@ pytestmark = pytest.mark.anyio
 
 FOLDER = open_folder(str(TINY_MODEL))
 PROMPT = FOLDER.tokenizer.encode("abc").ids
+MANY = 200
+"""Tokens that take longer than a pause does to be asked for."""
 UNLIMITED = Sampling(max_new_tokens=10_000)
 SCHEMA = {
     "type": "object",
@@ -106,10 +113,30 @@ ENGINES = {
 }
 
 
-@pytest.fixture(params=ENGINES.values(), ids=ENGINES.keys())
+@asynccontextmanager
+async def vllm(url):
+    """The tiny model in vLLM, whose weights count as version 0 again."""
+    async with httpx.AsyncClient(base_url=url, trust_env=False, timeout=60) as http:
+        # A test that failed may have left it paused.
+        await http.post("/resume")
+        reload = {"method": "reload_weights", "kwargs": {"weights_path": str(TINY_MODEL)}}
+        await http.post("/collective_rpc", json=reload)
+        await http.post("/reset_prefix_cache")
+        (await http.post("/update_weight_version", json={"new_version": "0"})).raise_for_status()
+    engine = UpstreamEngine(url)
+    yield engine
+    await engine.close()
+
+
+REAL = pytest.param("vllm", marks=[pytest.mark.vllm, pytest.mark.timeout(900)])
+
+
+@pytest.fixture(params=[*ENGINES, REAL])
 async def engine(request):
-    async with request.param() as made:
-        yield made
+    name = request.param
+    made = vllm(request.getfixturevalue("vllm_url")) if name == "vllm" else ENGINES[name]()
+    async with made as opened:
+        yield opened
 
 
 async def until_idle(engine):
@@ -183,7 +210,7 @@ async def test_cancelling_the_reader_ends_the_generation(engine):
 
 
 async def test_tokens_come_as_they_are_sampled(engine):
-    async with aclosing(engine.generate(PROMPT, Sampling(max_new_tokens=60))) as chunks:
+    async with aclosing(engine.generate(PROMPT, Sampling(max_new_tokens=MANY))) as chunks:
         first = await anext(chunks)
         await engine.pause()
         seen = len(first.ids)
@@ -193,11 +220,11 @@ async def test_tokens_come_as_they_are_sampled(engine):
             except TimeoutError:
                 break
         # The rest is not sampled yet.
-        assert 0 < seen < 60
+        assert 0 < seen < MANY
         await engine.resume()
         seen += len((await waiting).ids)
         seen += sum([len(chunk.ids) async for chunk in chunks])
-    assert seen == 60
+    assert seen == MANY
 
 
 def next_of(chunks):
@@ -205,7 +232,7 @@ def next_of(chunks):
 
 
 async def test_pause_holds_an_answer_in_its_place_and_load_marks_what_follows(engine):
-    async with aclosing(engine.generate(PROMPT, Sampling(max_new_tokens=60))) as chunks:
+    async with aclosing(engine.generate(PROMPT, Sampling(max_new_tokens=MANY))) as chunks:
         seen = [await anext(chunks)]
         await engine.pause()
         assert (await engine.info()).paused
@@ -216,7 +243,7 @@ async def test_pause_holds_an_answer_in_its_place_and_load_marks_what_follows(en
         await engine.resume()
         await engine.resume()
         seen += [chunk async for chunk in chunks]
-    assert sum(len(chunk.ids) for chunk in seen) == 60
+    assert sum(len(chunk.ids) for chunk in seen) == MANY
     versions = [chunk.version for chunk in seen]
     assert versions == sorted(versions)
     assert {versions[0], versions[-1]} == {0, 5}
