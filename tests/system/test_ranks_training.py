@@ -52,10 +52,10 @@ def start(tmp_path):
             process.kill()
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(600)
 def test_two_ranks_learn_and_serve(start, tmp_path):
     folder = tmp_path / "run"
-    process = start()
+    process = start("train.steps=6")
     wait_for_steps(process, folder, 1, timeout_s=200)
     [rank] = ranks_of(process)
     url, seen, versions = engine_url(rank), 0.0, set()
@@ -63,14 +63,13 @@ def test_two_ranks_learn_and_serve(start, tmp_path):
         seen = max(seen, num_running(url))
         versions.add(int(json.loads(get(f"{url}/weight_info"))["weight_version"]))
         time.sleep(0.02)
-    code, _, err = finish(process)
+    code, _, err = finish(process, timeout_s=400)
     assert code == 0, err
     assert seen > 0
     assert {2, 3} <= versions
     steps = rows(folder, "step")
     successes = [row["success_rate"] for row in steps]
-    assert successes[0] <= 0.5
-    assert sum(successes[-3:]) / 3 >= 0.75
+    assert sum(successes[-2:]) / 2 >= successes[0] + 0.15
     # A rank that served other weights than it trains would be far off.
     assert all(row["gap_max"] < 1e-3 for row in steps)
     assert [row["policy_version"] for row in steps] == list(range(1, len(steps) + 1))
