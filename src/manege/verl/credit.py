@@ -42,7 +42,8 @@ def batch_advantages(*, response_mask: Tensor, index: Sequence[str], **_: Any) -
         )
     found = queue.kv_batch_get(keys=[keys[row] for row in ours], partition_id="train", select_fields=list(FIELDS))
     advantages = [torch.as_tensor(values_R) for values_R in found["manege_advantages"].unbind()]
-    shares = found["manege_share"].tolist()
+    # A list of the queue's own kind, of plain or of wrapped values.
+    shares = [getattr(item, "data", item) for item in list(found["manege_share"])]
     result_BR = torch.zeros(response_mask.shape, dtype=torch.float32)
     for row, advantages_R, weight in zip(ours, advantages, weigh(shares), strict=True):
         result_BR[row, : len(advantages_R)] = weight * advantages_R.float()

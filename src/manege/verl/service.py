@@ -22,6 +22,7 @@ from omegaconf import DictConfig
 from manege.cli.parts import FolderLock, controlling, gateway_serving
 from manege.client import Client
 from manege.config import RunConfig
+from manege.engine.base import Sampling, collect
 from manege.errors import TrainerError
 from manege.logs import get_logger, kv
 from manege.model.folder import open_folder
@@ -118,6 +119,9 @@ async def rollouts_for(config: DictConfig, run: RunConfig, client: Any) -> Async
         folder = open_folder(run.model.path)
         limit = min(filter(None, [folder.context_limit, run.model.max_context]))
         engine = ClientEngine(client, model=folder.name, context_limit=limit)
+        filler_id = min(folder.eos_ids, default=0)
+        # The first answer of all waits for verl's balancer to start: no agent's time, and a broken server is seen here.
+        await collect(engine.generate([filler_id], Sampling(max_new_tokens=1)))
         server = await stack.enter_async_context(
             gateway_serving(run.gateway, folder, {"verl": engine}, run.run_folder, max_context=run.model.max_context)
         )
@@ -134,7 +138,7 @@ async def rollouts_for(config: DictConfig, run: RunConfig, client: Any) -> Async
             max_attempts=run.controller.max_attempts,
             call_rewards=run.credit.advantage == "returns",
         )
-        put = Put(ours=is_ours(config), filler_id=min(folder.eos_ids, default=0))
+        put = Put(ours=is_ours(config), filler_id=filler_id)
         rollouts = Rollouts(run, feed, put)
         collecting = asyncio.create_task(rollouts.collect(), name="collect groups")
         try:

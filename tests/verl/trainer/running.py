@@ -38,6 +38,7 @@ SETTINGS = [
     "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16",
     "+actor_rollout_ref.rollout.agent.agent_loop_manager_class=manege.verl.manager.AgentLoopManager",
     "algorithm.adv_estimator=manege",
+    "+manege.agent.limits.run_s=300",
     "algorithm.rollout_correction.bypass_mode=True",
     "trainer.device=cpu",
     "trainer.n_gpus_per_node=1",
