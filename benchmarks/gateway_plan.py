@@ -2,8 +2,8 @@
 
     python benchmarks/gateway_workers.py --plan gpus=64 prompt=16000 answer=500 decode=4000
 
-Every input has a default that was measured (`gateway_workers.py`, docs/guides/gateway-scale.md) or is somebody's
-published number, and can be given. Nothing is simulated: rates and times are means, so leave room for what varies.
+Every input can be given. Its default was measured, published by somebody, or assumed: docs/guides/gateway-scale.md says
+which. Nothing is simulated: rates and times are means, so leave room for what varies.
 """
 
 from collections.abc import Sequence
@@ -33,19 +33,21 @@ class Inputs:
     """Between an answer and the next call."""
     turns: float = 30
     """Calls of a rollout."""
-    worker_ms: float = 2.5
+    worker_ms: float = 4.0
     """CPU of a worker per call, whatever its length, ..."""
     worker_ms_prompt: float = 0.07
     """... per 1,000 tokens of its prompt, ..."""
-    worker_ms_answer: float = 2.5
-    """... and per 1,000 of its answer."""
+    event_us: float = 50
+    """... and per event of the engine's stream, each of which has ..."""
+    event_tokens: float = 1
+    """... so many tokens: vLLM's --stream-interval."""
     postgres_ms: float = 1.0
     """CPU of the database server per call."""
-    turn_ms: float = 0.5
-    """How long a call keeps other writers out: writers take turns."""
-    kib: float = 6.0
+    turn_ms: float = 1.0
+    """How long a call keeps other writers out, who take turns; assumed."""
+    kib: float = 11.0
     """That a call adds to the database, and ..."""
-    log_kib: float = 12.0
+    log_kib: float = 11.5
     """... to its write-ahead log."""
     connections: float = 1
     """Of an agent, at once."""
@@ -81,9 +83,8 @@ def needs(given: Inputs) -> Needs:
     calls_per_s = given.gpus * given.decode / given.answer
     call_s = given.answer / given.stream
     rollouts = calls_per_s * (call_s + given.tool_s)
-    worker_ms = (
-        given.worker_ms + given.worker_ms_prompt * given.prompt / 1000 + given.worker_ms_answer * given.answer / 1000
-    )
+    events = given.answer / given.event_tokens
+    worker_ms = given.worker_ms + given.worker_ms_prompt * given.prompt / 1000 + given.event_us * events / 1000
     return Needs(
         calls_per_s=calls_per_s,
         rollouts=rollouts,
@@ -101,11 +102,11 @@ def needs(given: Inputs) -> Needs:
 
 
 CASES = (
-    ("8 GPUs, long prompts", {"gpus": 8}),
-    ("64 GPUs, long prompts", {}),
-    ("64 GPUs, short calls", {"prompt": 2000, "answer": 200, "tool_s": 1}),
-    ("64 GPUs, thoughts", {"prompt": 8000, "answer": 4000, "decode": 10000}),
-    ("512 GPUs, long prompts", {"gpus": 512}),
+    ("8 GPUs", {"gpus": 8}),
+    ("64 GPUs", {}),
+    ("64, 20 tokens an event", {"event_tokens": 20}),
+    ("64 GPUs, short calls", {"prompt": 2000, "answer": 200, "tool_s": 1, "event_tokens": 20}),
+    ("64 GPUs, thoughts", {"prompt": 8000, "answer": 4000, "decode": 10000, "event_tokens": 20}),
 )
 """For whoever gives no input."""
 
