@@ -66,8 +66,6 @@ class SglangEngine:
         self._is_known = False
         """What the server says of itself is what it last said."""
         self._version = PolicyVersion(version)
-        self._flushed = self._version
-        """The first version of which no key or value of older weights is left."""
         self._loaded: Weights | None = None
         """The weights of `_version`, if they came from here."""
         self._keeps = False
@@ -102,8 +100,6 @@ class SglangEngine:
         if not reply.get("success"):
             raise EngineError(f"{self._url}/update_weights_from_disk failed: {reply.get('message')}")
         self._version, self._loaded = version, weights
-        if not self._keeps:
-            self._flushed = version
 
     async def info(self) -> EngineInfo:
         await self._read_server()
@@ -146,7 +142,7 @@ class SglangEngine:
         }
         reader = SglangReader(
             url,
-            is_old_cache=lambda version: version > max(first, self._flushed),
+            is_old_cache=lambda version: version > first,
             can_be_refused=sampling.constraint is not None or bool(sampling.stop_strings),
         )
         status, parts = await self._http.stream(_PATH, orjson.dumps(body))
