@@ -59,7 +59,8 @@ class BackendConfig(Section):
                 if (value := getattr(self, key)) != BackendConfig.model_fields[key].get_default(
                     call_default_factory=True
                 ):
-                    raise ValueError(f'{key} = {value!r} does nothing here: it needs kind = "verl"')
+                    needs = "several ranks" if key == "timeout_s" else 'kind = "verl"'
+                    raise ValueError(f"{key} = {value!r} does nothing here: it needs {needs}")
         if self.colocated and not self.engines.count:
             raise ValueError("colocated = true does nothing here: it needs engines.count, engines that the run starts")
         return self
