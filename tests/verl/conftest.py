@@ -16,4 +16,4 @@ def pytest_collection_modifyitems(items):
             # Of verl, Ray and transformers, which are not ours to mend.
             item.add_marker(pytest.mark.filterwarnings("ignore"))
             # Processes that import torch, transformers and Ray, on two cores.
-            item.add_marker(pytest.mark.timeout(900))
+            item.add_marker(pytest.mark.timeout(1800))

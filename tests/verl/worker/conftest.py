@@ -28,7 +28,7 @@ def run_config(folder, *, ranks=1, backend=None, kl=0.1, **train):
             "scorer": {"run": "tiny_tasks:score"},
             "credit": {"kl": kl},
             "train": {"learning_rate": LEARNING_RATE, "warmup_steps": 0, "micro_batch_tokens": 32, **train},
-            "backend": {"kind": "verl", "ranks_per_node": ranks, "timeout_s": 300, **(backend or {})},
+            "backend": {"kind": "verl", "ranks_per_node": ranks, "timeout_s": 900, **(backend or {})},
         }
     )
 

@@ -1,7 +1,8 @@
 """Ray, as a run uses it: started on this machine for the run, or a cluster that runs already.
 
-A Ray of our own listens on loopback and ends with this process, however that ends (its key: `environment`). What a run
-needs is counted before anything is placed, so that nothing waits for a machine that will never come.
+A Ray of our own ends with this process, however that ends. Parts of it listen on the machine's own address, whatever
+it is asked for; it lets in only who has the key of `environment`. What a run needs is counted before anything is
+placed, so that nothing waits for a machine that will never come.
 """
 
 # pyright: reportMissingImports=false
