@@ -129,6 +129,8 @@ def _errors(route: Route, method: str, said: Declared, body: JsonObject | None) 
     can = {401, 403, 503}
     if route.param_convertors or body is not None or said.key == "agent":
         can |= {404, 409}
+    if method == "DELETE":
+        can.add(404)
     if body is not None:
         can |= {400, 413}
     if said.body is not None or said.query is not None:
