@@ -228,6 +228,9 @@ async def test_no_answered_call_is_lost_when_workers_are_killed_and_each_rollout
             reply = {call.id: call.reply["content"] for call in stored[name]}
             assert [reply[call_id] for call_id in sample.call_ids] == answers
             assert len(answers) == num_turns
+            # Each continues the one before, whichever worker had that.
+            parents = {call.id: call.parent for call in stored[name]}
+            assert [parents[call_id] for call_id in sample.call_ids] == [None, *sample.call_ids[:-1]]
         await client.finish(names[0], 0, Ending(outcome=Outcome.OK, reward=1.0))
         for _ in range(2):
             # Each time at the other worker.
