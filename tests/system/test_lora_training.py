@@ -14,7 +14,7 @@ from tests.system.test_training import RUN_FILE, finish, manege, rows
 def test_reward_rises_with_adapters_over_weights_that_stay(tmp_path):
     """Over two lives: the second goes on from the first one's checkpoint."""
     folder = tmp_path / "run"
-    overrides = [f"folder={folder}", "train.lora_rank=8", "train.learning_rate=8e-3", "tasks.num_heldout=32"]
+    overrides = [f"folder={folder}", "train.lora_rank=8", "train.learning_rate=5e-3", "tasks.num_heldout=32"]
     overrides += ["credit.kl=0.001", "train.stop_success=0.8"]
     code, _, err = finish(manege("train", RUN_FILE, *overrides, "train.steps=5"), 390)
     assert code == 0, err
