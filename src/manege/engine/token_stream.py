@@ -17,7 +17,7 @@ from typing import Any
 import orjson
 
 from manege.engine.base import Chunk
-from manege.errors import EngineError
+from manege.errors import EngineError, ProtocolError
 from manege.types import FinishReason, JsonObject, PolicyVersion
 
 __all__ = ["AnswerReader", "events", "version_number"]
@@ -67,6 +67,8 @@ class AnswerReader:
         """What an event adds; None: no tokens. `version`: of tokens of which the event does not say it."""
         try:
             return self._feed(orjson.loads(data), version)
+        except ProtocolError:
+            raise
         except orjson.JSONDecodeError as error:
             raise EngineError(f"{self._url} streamed what is no JSON: {_text(data)}") from error
         except (LookupError, TypeError, ValueError, AttributeError) as error:
@@ -90,6 +92,8 @@ class AnswerReader:
 
     def _feed(self, event: JsonObject, version: PolicyVersion) -> Chunk | None:
         if error := event.get("error"):
+            if isinstance(error, dict) and error.get("code") == 400:
+                raise ProtocolError(f"the engine refuses the form of the answer: {error.get('message')}")
             raise EngineError(f"{self._url} failed during an answer: {orjson.dumps(error).decode()[:500]}")
         chunk = self._read_choice(event["choices"][0], version) if event["choices"] else None
         if usage := event.get("usage"):
