@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from manege.trainer.engines.verl.cpu import ENVIRONMENT
+from manege.trainer.engines.verl.environment import ENVIRONMENT
 
 ROOT = Path(__file__).parents[3]
 TINY = ROOT / "tests" / "tiny"
