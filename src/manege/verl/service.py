@@ -87,7 +87,8 @@ class Rollouts:
                 await self._end(self._open.pop(group.id), group)
         except BaseException as failure:
             self._failure = failure
-            _log.exception("no rollouts any more")
+            if not isinstance(failure, asyncio.CancelledError):
+                _log.exception("no rollouts any more")
             for prompt in self._open.values():
                 await self._put.mark(prompt, "failure")
             raise
