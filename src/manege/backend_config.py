@@ -44,6 +44,9 @@ class BackendConfig(Section):
     colocated: bool = False
     """`verl`: engines and ranks share GPUs. The engines sleep while the ranks work, whose state is in the machine's
     memory meanwhile."""
+    weights: Literal["folder", "transfer"] = "folder"
+    """How `engines` of kind `vllm` get new weights: from a folder of the run's, or from memory to memory, which needs
+    `torch`."""
     timeout_s: PositiveFloat = 1800
     """A call of the ranks that takes longer has hung; it ends the run, which can be resumed."""
     verl: dict[str, Any] = Field(default_factory=dict)
@@ -63,6 +66,13 @@ class BackendConfig(Section):
                     raise ValueError(f"{key} = {value!r} does nothing here: it needs {needs}")
         if self.colocated and not self.engines.count:
             raise ValueError("colocated = true does nothing here: it needs engines.count, engines that the run starts")
+        if self.weights == "transfer" and (
+            self.kind == "verl" or self.engines.kind != "vllm" or not self.engines.count
+        ):
+            raise ValueError(
+                'weights = "transfer" needs kind = "torch", engines.kind = "vllm" and engines.count, servers that the '
+                'run starts; all others read a "folder"'
+            )
         return self
 
     @property

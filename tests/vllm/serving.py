@@ -17,9 +17,9 @@ ROOT = Path(__file__).parents[2]
 PYTHON = os.environ.get("MANEGE_TEST_VLLM", str(ROOT / ".venv-vllm" / "bin" / "python"))
 
 
-def backend(count=1, **options):
+def backend(count=1, weights="folder", **options):
     engines = {"kind": "vllm", "count": count, "python": PYTHON, "options": options}
-    return BackendConfig.model_validate({"engines": engines})
+    return BackendConfig.model_validate({"engines": engines, "weights": weights})
 
 
 @asynccontextmanager

@@ -4,8 +4,8 @@ import asyncio
 import fcntl
 import socket
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
@@ -52,6 +52,7 @@ __all__ = [
 
 
 if TYPE_CHECKING:
+    from manege.engine.weight_sender import WeightSender
     from manege.model.base import LanguageModel
 
 _log = get_logger("cli")
@@ -119,7 +120,10 @@ async def serving(config: RunConfig, *, train: bool, terminal: str | None = None
         if train:
             has_engines = bool(urls or config.gateway.engine_url)
             verl = await stack.enter_async_context(verl_engine(config, model_folder, has_engines=has_engines))
-        engines, train_engine = await asyncio.to_thread(_engines, config, model_folder, train and not verl, urls, ranks)
+        sender = stack.enter_context(_weight_sender(config, train))
+        engines, train_engine = await asyncio.to_thread(
+            _engines, config, model_folder, train and not verl, urls, ranks, sender
+        )
         for engine in engines.values():
             stack.push_async_callback(engine.close)
         server = await stack.enter_async_context(
@@ -141,10 +145,11 @@ def local_engine(model: ModelConfig, config: EngineConfig, *, seed: int) -> tupl
 
 
 def upstream_engines(
-    urls: str | Sequence[str], wire: EngineWire = "vllm", *, sleeps: bool = False
+    urls: str | Sequence[str], wire: EngineWire = "vllm", *, sleeps: bool = False, fetches: bool = False
 ) -> Mapping[str, Engine]:
-    """Engines elsewhere, by their addresses. `sleeps`: they share GPUs with what trains."""
-    return {url: token_engine(url, wire, sleeps=sleeps) for url in _listed(urls)}
+    """Engines elsewhere, by their addresses. `sleeps`: they share GPUs with what trains; `fetches`: they get weights
+    from its memory."""
+    return {url: token_engine(url, wire, sleeps=sleeps, fetches=fetches) for url in _listed(urls)}
 
 
 def _listed(urls: str | Sequence[str] | None) -> Sequence[str]:
@@ -152,23 +157,45 @@ def _listed(urls: str | Sequence[str] | None) -> Sequence[str]:
 
 
 def _engines(
-    config: RunConfig, folder: ModelFolder, train: bool, started: Sequence[str], ranks: Ranks | None
+    config: RunConfig,
+    folder: ModelFolder,
+    train: bool,
+    started: Sequence[str],
+    ranks: Ranks | None,
+    sender: "WeightSender | None",
 ) -> tuple[Mapping[str, Engine], TrainEngine | None]:
     """The engines and, over the same weights unless they are elsewhere, the train engine. `started`: by the run."""
-    kind = config.backend.engines.kind
+    backend, kind = config.backend, config.backend.engines.kind
     wire: EngineWire = "sglang" if kind == "sglang" else "vllm"
+    sleeps, fetches = backend.colocated and kind == "vllm", backend.weights == "transfer"
     named = upstream_engines(_listed(config.gateway.engine_url), config.gateway.engine_wire)
-    if elsewhere := {**upstream_engines(started, wire, sleeps=config.backend.colocated and kind == "vllm"), **named}:
-        return elsewhere, _train_engine_apart(config, folder, ranks) if train else None
+    if elsewhere := {**upstream_engines(started, wire, sleeps=sleeps, fetches=fetches), **named}:
+        return elsewhere, _train_engine_apart(config, folder, ranks, sender) if train else None
     model = load(config.model, folder)
     trainer, others = _train_engine(model, folder, config, ranks) if train else (None, {})
     return {"local": served(model, folder, config.model, config.engine, seed=config.seed), **others}, trainer
 
 
-def _train_engine_apart(config: RunConfig, folder: ModelFolder, ranks: Ranks | None) -> TrainEngine:
-    """Publishes its weights as folders that an engine elsewhere can read."""
+@contextmanager
+def _weight_sender(config: RunConfig, train: bool) -> Iterator["WeightSender | None"]:
+    """None: the weights go another way."""
+    if not train or config.backend.weights != "transfer":
+        yield None
+        return
+    calm_threads()
+    from manege.engine.weight_sender import WeightSender
+
+    with closing(WeightSender()) as sender:
+        yield sender
+
+
+def _train_engine_apart(
+    config: RunConfig, folder: ModelFolder, ranks: Ranks | None, sender: "WeightSender | None" = None
+) -> TrainEngine:
+    """Publishes its weights for engines elsewhere: as folders, unless they fetch them."""
     model = load(config.model, folder)
-    return _train_engine(model, folder, config, ranks, publish_folder=config.run_folder / "weights")[0]
+    publish_folder = None if sender else config.run_folder / "weights"
+    return _train_engine(model, folder, config, ranks, publish_folder=publish_folder, sender=sender)[0]
 
 
 def _train_engine(
@@ -177,14 +204,16 @@ def _train_engine(
     config: RunConfig,
     ranks: Ranks | None,
     publish_folder: Path | None = None,
+    sender: "WeightSender | None" = None,
 ) -> tuple[TrainEngine, Mapping[str, Engine]]:
     """And the inference engines of the other ranks."""
     from manege.trainer.engines.torch import TorchEngine
 
     reference = config.credit.kl > 0
     if ranks is not None:
-        return ranks.join(model, folder, reference=reference, publish_folder=publish_folder)
-    return TorchEngine(model, folder, config.train, reference=reference, publish_folder=publish_folder), {}
+        return ranks.join(model, folder, reference=reference, publish_folder=publish_folder, sender=sender)
+    engine = TorchEngine(model, folder, config.train, reference=reference, publish_folder=publish_folder, sender=sender)
+    return engine, {}
 
 
 def load(model: ModelConfig, folder: ModelFolder, *, rank: int = 0) -> "LanguageModel":

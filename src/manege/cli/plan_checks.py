@@ -24,7 +24,7 @@ def _engine(planned: Planned) -> Iterator[str]:
         max_sample_tokens=planned.shape.context_limit,
         losses={config.credit.loss},
         reference=not (is_verl and config.backend.strategy == "megatron"),
-        publishes="shared" if planned.ranks_serve else "folder",
+        publishes="shared" if planned.ranks_serve else config.backend.weights,
     )
     yield from incapable(config, can)
     if is_verl and not (config.backend.engines.count or config.gateway.engine_url or planned.gateway_url):

@@ -25,6 +25,7 @@ from manege.trainer.engines.base import TrainEngine
 __all__ = ["RankOrder", "Ranks", "other_ranks"]
 
 if TYPE_CHECKING:
+    from manege.engine.weight_sender import WeightSender
     from manege.model.base import LanguageModel
     from manege.trainer.engines.rank_group import RankGroup
     from manege.trainer.engines.rank_process import RankProcess
@@ -68,7 +69,13 @@ class Ranks:
             process.ask("begin", order)
 
     def join(
-        self, model: "LanguageModel", folder: ModelFolder, *, reference: bool, publish_folder: Path | None
+        self,
+        model: "LanguageModel",
+        folder: ModelFolder,
+        *,
+        reference: bool,
+        publish_folder: Path | None,
+        sender: "WeightSender | None" = None,
     ) -> tuple[TrainEngine, Mapping[str, Engine]]:
         """The train engine of all ranks, with this process's replica, and the inference engines of the others.
         Blocking, until all of them are here; once. Raises the error of one that could not begin."""
@@ -88,7 +95,15 @@ class Ranks:
             device=next(model.module.parameters()).device,
             timeout_s=config.backend.timeout_s,
         )
-        own = RankEngine(model, folder, config.train, group=group, reference=reference, publish_folder=publish_folder)
+        own = RankEngine(
+            model,
+            folder,
+            config.train,
+            group=group,
+            reference=reference,
+            publish_folder=publish_folder,
+            sender=sender,
+        )
         for process in self.processes:
             _begun(process)
         self._engine = RanksEngine(own, self.processes, group, prefix_tree=config.train.prefix_tree)

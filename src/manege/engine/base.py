@@ -94,10 +94,13 @@ class Generation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """Where new weights are: `shared` in this process's memory (changed in place), or a `folder` of safetensors."""
+    """Where new weights are: `shared` in this process's memory (changed in place), a `folder` of safetensors, or a
+    trainer's memory, which they are fetched from (`transfer`)."""
 
     kind: str
     folder: str | None = None
+    address: str | None = None
+    """Of a `transfer`: HOST:PORT/PUBLICATION (`weight_sender`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

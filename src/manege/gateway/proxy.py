@@ -32,8 +32,9 @@ class _PauseBody(BaseModel):
 class _WeightsBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    kind: Literal["shared", "folder"]
+    kind: Literal["shared", "folder", "transfer"]
     folder: str | None = None
+    address: str | None = None
 
 
 class _StateQuery(BaseModel):
@@ -86,8 +87,8 @@ class _Proxy:
 
     @takes(_WeightsBody)
     async def publish(self, _request: Request, body: _WeightsBody) -> Response:
-        """Give the engine new weights (`shared` or a `folder`) under the next version; only while paused."""
-        weights = Weights(kind=body.kind, folder=body.folder)
+        """Give the engine new weights (`shared`, `folder` or `transfer`) under the next version; only while paused."""
+        weights = Weights(kind=body.kind, folder=body.folder, address=body.address)
         return answer({"version": await self._services.pauses.publish(weights)})
 
     @answers(200, _METRICS_TYPE)

@@ -32,7 +32,7 @@ class Capabilities:
     """Values of credit.loss that it computes."""
     reference: bool
     """Holds the frozen model that a KL term needs."""
-    publishes: Literal["shared", "folder"]
+    publishes: Literal["shared", "folder", "transfer"]
     """Kind of its Weights; `shared` ones change under the inference engine's hands, which is paused for a step."""
 
 

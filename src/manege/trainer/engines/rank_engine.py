@@ -14,6 +14,7 @@ import torch
 
 from manege.config import TrainConfig
 from manege.engine.threads import physical_cores
+from manege.engine.weight_sender import WeightSender
 from manege.errors import ManegeError, TrainerError
 from manege.logs import get_logger
 from manege.model.base import LanguageModel
@@ -41,8 +42,9 @@ class RankEngine(TorchEngine):
         group: RankGroup,
         reference: bool = False,
         publish_folder: Path | None = None,
+        sender: WeightSender | None = None,
     ) -> None:
-        super().__init__(model, folder, config, reference=reference, publish_folder=publish_folder)
+        super().__init__(model, folder, config, reference=reference, publish_folder=publish_folder, sender=sender)
         self._group = group
 
     def accumulate(self, batch: Sequence[WeightedSample], objective: Objective) -> StepSums:

@@ -10,7 +10,7 @@ Shape legend: M trained tokens of a micro-batch, U distinct positions that predi
 import copy
 import math
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from manege.config import TrainConfig
 from manege.engine.base import Weights
 from manege.engine.threads import physical_cores
+from manege.engine.weight_sender import WeightSender
 from manege.errors import TrainerError
 from manege.model.base import LanguageModel
 from manege.model.folder import ModelFolder
@@ -54,15 +55,17 @@ class TorchEngine:
         *,
         reference: bool = False,
         publish_folder: Path | None = None,
+        sender: WeightSender | None = None,
     ) -> None:
         """`reference`: a KL term needs the model as it is now: a frozen copy is kept, unless only adapters are trained;
-        `publish_folder`: where an engine outside this process reads new weights; None: it shares our memory."""
+        `publish_folder`: where an engine outside this process reads new weights; `sender`: from which it fetches them;
+        neither: it shares our memory."""
         self.capabilities = Capabilities(
             prefix_tree=True,
             max_sample_tokens=model.context_limit,
             losses=_LOSSES,
             reference=reference,
-            publishes="shared" if publish_folder is None else "folder",
+            publishes="transfer" if sender else "folder" if publish_folder else "shared",
         )
         self._model, self._folder, self._config = model, folder, config
         first = next(model.module.parameters())
@@ -82,7 +85,7 @@ class TorchEngine:
             fused=True,
         )
         self._num_steps = 0
-        self._publish_folder = publish_folder
+        self._publish_folder, self._sender = publish_folder, sender
 
     def logprobs(self, samples: Sequence[Sample]) -> Sequence[FloatArray]:
         """See TrainEngine."""
@@ -143,6 +146,8 @@ class TorchEngine:
 
     def publish(self) -> Weights:
         """See TrainEngine."""
+        if self._sender is not None:
+            return self._sender.publish(self._named_weights() or self._model.module.named_parameters())
         if self._publish_folder is None:
             return Weights(kind="shared")
         # Two names take turns, so that an engine that is slow to read never sees a folder half written.
@@ -193,7 +198,11 @@ class TorchEngine:
             self._adapters.save(folder / _ADAPTER_FOLDER)
 
     def _export_weights(self, folder: Path) -> None:
-        export_folder(self._model, self._folder, folder, weights=self._adapters.merged() if self._adapters else None)
+        export_folder(self._model, self._folder, folder, weights=self._named_weights())
+
+    def _named_weights(self) -> Iterable[tuple[str, Tensor]] | None:
+        """With the adapters in them; None: the model's own parameters."""
+        return self._adapters.merged() if self._adapters else None
 
     def _pack(self, samples: Sequence[Sample]) -> PackedSamples:
         return PackedSamples(samples, share=self._config.prefix_tree, device=self._device, dtype=self._dtype)
