@@ -47,6 +47,16 @@ def postgres_url(postgres_server):
         yield url
 
 
+@pytest.fixture(scope="session")
+def vllm_url(tmp_path_factory):
+    """A vLLM server of the tiny model; a test has to give it the weights that it needs, and a version of its own."""
+    # It imports torch.
+    from tests.vllm.serving import served
+
+    with served(TINY_MODEL, tmp_path_factory.mktemp("vllm"), weights="transfer") as url:
+        yield url
+
+
 @pytest.fixture
 async def launcher():
     opened = Launcher()

@@ -1,9 +1,8 @@
-"""A store on each database, and time that tests move; a server of vLLM for a whole session."""
+"""A store on each database, and time that tests move."""
 
 import pytest
 
 from manege.store.sql import SqlStore
-from tests.conftest import TINY_MODEL
 
 
 class Clock:
@@ -31,13 +30,3 @@ async def store(url, clock):
     opened = await SqlStore.open(url, clock=clock)
     yield opened
     await opened.close()
-
-
-@pytest.fixture(scope="session")
-def vllm_url(tmp_path_factory):
-    """Serves the tiny model."""
-    # It imports torch.
-    from tests.vllm.serving import served
-
-    with served(TINY_MODEL, tmp_path_factory.mktemp("vllm")) as url:
-        yield url

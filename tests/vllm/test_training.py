@@ -23,6 +23,7 @@ def test_an_agent_is_trained_through_vllm(tmp_path):
         "backend.engines.count=1",
         f"backend.engines.python={PYTHON}",
         "backend.engines.options.max_num_seqs=16",
+        "backend.weights=transfer",
     ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "tests" / "tiny")}
     code, _, err = finish(manege("train", RUN_FILE, *overrides, env=environment), timeout_s=1400)
@@ -33,6 +34,9 @@ def test_an_agent_is_trained_through_vllm(tmp_path):
     assert all(row["gap_mean"] < 1e-4 and row["gap_max"] < 1e-3 for row in steps)
     assert all(row["samples_per_rollout"] == 1.0 and row["grad_norm"] > 0 for row in steps)
     log = (folder / "engines" / "engine-0.log").read_text()
-    assert log.count('"POST /collective_rpc HTTP/1.1" 200') == 4
+    posts = [line.split('"')[1].split()[1] for line in log.splitlines() if '"POST /' in line and "weight" in line]
+    transfer = ["init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"]
+    assert posts == 4 * [f"/{path}" for path in transfer]
+    assert not (folder / "weights").exists()
     assert log.count("/inference/v1/generate") > 3 * 16
     assert not descendants_of(folder)

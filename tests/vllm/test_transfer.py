@@ -12,18 +12,12 @@ from manege.model.folder import open_folder
 from manege.model.load import load_model
 from manege.types import PolicyVersion
 from tests.conftest import TINY_MODEL
-from tests.vllm.serving import changed, logprobs_of, served
+from tests.vllm.serving import changed, logprobs_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.anyio, pytest.mark.timeout(600)]
 
 FOLDER = open_folder(str(TINY_MODEL))
 PROMPT = FOLDER.tokenizer.encode("<|user|>q a<|end|><|assistant|>").ids
-
-
-@pytest.fixture(scope="module")
-def url(tmp_path_factory):
-    with served(TINY_MODEL, tmp_path_factory.mktemp("logs"), weights="transfer") as address:
-        yield address
 
 
 @pytest.fixture
@@ -34,8 +28,8 @@ def sender():
 
 
 @pytest.fixture
-async def engine(url, sender):
-    made = UpstreamEngine(url, fetches=True)
+async def engine(vllm_url, sender):
+    made = UpstreamEngine(vllm_url, fetches=True)
     await load(made, sender.publish(load_model(FOLDER).module.named_parameters()))
     yield made
     await made.close()
@@ -102,10 +96,3 @@ async def test_a_transfer_that_breaks_off_gives_the_last_weights_again(engine, s
     with pytest.raises(EngineError, match="update_weights answered 500"):
         await load(engine, sender.publish(broken))
     assert await agrees(engine, model, version)
-
-
-def test_the_server_was_asked_in_vllms_order(url, tmp_path_factory):
-    log = next(tmp_path_factory.getbasetemp().glob("logs*/engine-0.log")).read_text()
-    paths = [line.split('"')[1].split()[1] for line in log.splitlines() if '"POST /' in line and "weight" in line]
-    first = paths.index("/init_weight_transfer_engine")
-    assert paths[first + 1 : first + 4] == ["/start_weight_update", "/update_weights", "/finish_weight_update"]

@@ -20,12 +20,14 @@ pytestmark = [pytest.mark.vllm, pytest.mark.anyio, pytest.mark.timeout(600)]
 FOLDER = open_folder(str(TINY_MODEL))
 PROMPT = FOLDER.tokenizer.encode("<|user|>q a<|end|><|assistant|>").ids
 LONG = Sampling(max_new_tokens=200, seed=5)
-WIRES = {"token wire": {}, "text completions": {"enable_scale_out": False}}
 
 
-@pytest.fixture(scope="module", params=WIRES.values(), ids=WIRES.keys())
+@pytest.fixture(scope="module", params=["token wire", "text completions"])
 def url(request, tmp_path_factory):
-    with served(TINY_MODEL, tmp_path_factory.mktemp("logs"), **request.param) as address:
+    if request.param == "token wire":
+        yield request.getfixturevalue("vllm_url")
+        return
+    with served(TINY_MODEL, tmp_path_factory.mktemp("logs"), enable_scale_out=False) as address:
         yield address
 
 
