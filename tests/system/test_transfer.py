@@ -8,8 +8,15 @@ import time
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from manege.config import TrainConfig
 from manege.engine.weight_sender import WeightSender
+from manege.engine.weight_wire import Receiver
+from manege.model.folder import open_folder
+from manege.model.load import load_model
+from manege.trainer.engines.torch import TorchEngine
+from tests.conftest import TINY_MODEL
 from tests.system.test_training import ROOT
 
 pytestmark = pytest.mark.timeout(120)
@@ -107,6 +114,24 @@ time.sleep(100)
     began_s = time.monotonic()
     assert "refuse" not in reason([worker])
     assert time.monotonic() - began_s < 30
+
+
+@pytest.mark.parametrize("lora_rank", [0, 4], ids=["all weights", "adapters"])
+def test_what_a_train_engine_publishes_is_what_it_exports(sender, tmp_path, lora_rank):
+    folder = open_folder(str(TINY_MODEL))
+    engine = TorchEngine(load_model(folder), folder, TrainConfig(lora_rank=lora_rank), sender=sender)
+    for name, parameter in engine._model.module.named_parameters():
+        if "lora" in name:
+            torch.nn.init.ones_(parameter)
+    weights = engine.publish()
+    assert (engine.capabilities.publishes, weights.kind) == ("transfer", "transfer")
+    receiver = Receiver(weights.address, "a", rank=1, size=2, device=torch.device("cpu"))
+    received = dict(receiver.tensors())
+    receiver.close()
+    engine.export(tmp_path / "model")
+    exported = load_file(tmp_path / "model" / "model.safetensors")
+    assert received.keys() == exported.keys()
+    assert all(torch.equal(received[name], tensor) for name, tensor in exported.items())
 
 
 def test_a_sender_that_is_closed_listens_no_more():

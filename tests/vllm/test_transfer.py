@@ -87,7 +87,7 @@ async def test_what_the_trainer_refuses_changes_nothing(engine, sender, tmp_path
     assert await agrees(engine, model, version)
 
 
-async def test_a_transfer_that_breaks_off_gives_the_last_weights_again(engine, sender, tmp_path):
+async def test_a_transfer_that_breaks_off_gives_the_last_weights_again(engine, sender, tmp_path, caplog):
     model = changed(FOLDER, tmp_path / "new", scale=0.2)
     version = await load(engine, sender.publish(model.module.named_parameters()))
     parameters = list(load_model(FOLDER).module.named_parameters())
@@ -96,3 +96,4 @@ async def test_a_transfer_that_breaks_off_gives_the_last_weights_again(engine, s
     with pytest.raises(EngineError, match="update_weights answered 500"):
         await load(engine, sender.publish(broken))
     assert await agrees(engine, model, version)
+    assert "a worker could not use them" in caplog.text

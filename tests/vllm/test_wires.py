@@ -47,9 +47,10 @@ async def engine(url):
     await made.close()
 
 
-async def publish(engine, folder, *, keep=False):
+async def publish(engine, folder, *, keep=False, num_kept=0):
     version = PolicyVersion((await engine.info()).version + 1)
     await engine.pause(keep=keep)
+    assert await num_running(engine) == num_kept
     await engine.load(Weights(kind="folder", folder=folder), version)
     await engine.resume()
     return version
@@ -153,8 +154,7 @@ async def test_a_kept_answer_stays_in_the_server_and_says_that_its_cache_is_old(
     async with aclosing(engine.generate(PROMPT, LONG)) as chunks:
         for _ in range(5):
             collector.add(await anext(chunks))
-        version = await publish(engine, second, keep=True)
-        assert await num_running(engine) == 1
+        version = await publish(engine, second, keep=True, num_kept=1)
         async for chunk in chunks:
             collector.add(chunk)
     answer = collector.generation()

@@ -12,6 +12,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +60,7 @@ class WeightSender:
         self._thread = threading.Thread(target=self._serve, name="weight-sender", daemon=True)
         self._thread.start()
 
+    @torch.no_grad()
     def publish(self, weights: Iterable[tuple[str, Tensor]]) -> Weights:
         """Copy the weights, named as in a checkpoint; where they can be fetched from now on."""
         device, tensors = torch.device("cpu"), {}
@@ -117,7 +119,10 @@ class WeightSender:
                 staged = tensor.to(kept.device) if backend == "nccl" else tensor
                 group.broadcast(staged.view(-1).view(torch.uint8))
             store.wait(done)
+            if any(store.get(key) != b"all" for key in done):
+                raise RuntimeError("a worker could not use them; see the server's log")
         finally:
             group.close()
-            for key in (f"{name}/answer", *done):
-                store.delete_key(key)
+            with suppress(RuntimeError):
+                for key in (f"{name}/answer", *done):
+                    store.delete_key(key)

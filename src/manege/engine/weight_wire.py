@@ -5,7 +5,7 @@ The trainer has a store, a process group is made for each transfer, and every te
     worker 1   request/K     {name, publication, size, device}, K counted up; `name` is made up for the transfer
     trainer    NAME/answer   {backend, tensors: [[name, dtype, shape], ...]} or {refused}
     all        a group NAME: the trainer is rank 0, the workers are the others; the tensors, in that order
-    worker R   NAME/done/R   it has them
+    worker R   NAME/done/R   "all", or "left" when it leaves in the middle
 
 Between GPUs the group is NCCL's, else gloo's; the order is the same. Whatever is waited for longer than PATIENCE_S is
 not coming, which is a RuntimeError, as is a side that has gone.
@@ -16,6 +16,7 @@ Imports nothing of manege: vLLM's workers import a copy of this file, in vLLM's 
 import json
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, cast
 
@@ -103,6 +104,7 @@ class Receiver:
         self._tensors, backend = answer["tensors"], answer["backend"]
         self._device = device if backend == "nccl" else torch.device("cpu")
         self._group = Group(self._store, name, host=host, rank=rank, size=size, backend=backend)
+        self._is_done = False
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """By their names in a checkpoint, as they come."""
@@ -111,8 +113,15 @@ class Receiver:
             tensor = torch.empty(shape, dtype=dtype, device=self._device)
             self._group.broadcast(tensor.view(-1).view(torch.uint8))
             yield name, tensor
-        self._store.set(f"{self._name}/done/{self._rank}", "")
+        self._tell("all")
 
     def close(self) -> None:
         """Leave, also in the middle."""
+        with suppress(RuntimeError):
+            self._tell("left")
         self._group.close()
+
+    def _tell(self, what: str) -> None:
+        if not self._is_done:
+            self._store.set(f"{self._name}/done/{self._rank}", what)
+            self._is_done = True

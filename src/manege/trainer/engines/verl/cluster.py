@@ -7,6 +7,7 @@ placed, so that nothing waits for a machine that will never come.
 
 # pyright: reportMissingImports=false
 import socket
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -25,6 +26,8 @@ _SYSTEM_CPUS = 1
 """For what is no rank."""
 _TRIES = 3
 """Ray gives its processes half a minute, too little on a busy machine. Those of a try that failed end with this one."""
+_REMOVE_S = 30
+"""For places to be given back; a cluster gives them back by itself when the run has left it."""
 
 _log = get_logger("trainer")
 
@@ -91,10 +94,16 @@ def places(backend: BackendConfig) -> Iterator[Sequence[PlacementGroup]]:
                 )
         yield groups
     finally:
+        removing = threading.Thread(target=_remove, args=(groups,), daemon=True)
+        removing.start()
+        removing.join(_REMOVE_S)
+
+
+def _remove(groups: Sequence[PlacementGroup]) -> None:
+    # The cluster may be what has failed: then this fails, or never returns.
+    with suppress(Exception):
         for group in groups:
-            # The cluster may be what has failed.
-            with suppress(Exception):
-                remove_placement_group(group)
+            remove_placement_group(group)
 
 
 def meeting_place(group: PlacementGroup) -> tuple[str, str]:
