@@ -51,9 +51,9 @@ def postgres_url(postgres_server):
 def vllm_url(tmp_path_factory):
     """A vLLM server of the tiny model; a test has to give it the weights that it needs, and a version of its own."""
     # It imports torch.
-    from tests.vllm.serving import served
+    from tests.vllm.serving import ROOMY, served
 
-    with served(TINY_MODEL, tmp_path_factory.mktemp("vllm"), weights="transfer") as url:
+    with served(TINY_MODEL, tmp_path_factory.mktemp("vllm"), weights="transfer", **ROOMY) as url:
         yield url
 
 

@@ -21,7 +21,7 @@ async def test_vllm_as_a_run_starts_it_takes_token_ids_and_new_weights(vllm_url)
     ok, missing, verdict = await examined(vllm_url)
     assert missing == []
     assert ok[0].startswith("vLLM 0.")
-    assert "256 tokens of context" in ok
+    assert "2048 tokens of context" in ok
     assert "/inference/v1/generate, whose answers say which weights sampled what" in ok
     assert "log-probabilities at temperature 0.6: those of softmax(logits / T)" in ok
     assert "its tokens are those of the model folder" in ok

@@ -14,6 +14,8 @@ from manege.model.attend import causal_attend
 from manege.model.load import export_folder, load_model
 
 ROOT = Path(__file__).parents[2]
+ROOMY = {"hf_overrides": {"max_position_embeddings": 2048}}
+"""Of the tiny model, whose whole own context of 256 is sampled in a quarter of a second: too soon for a pause."""
 PYTHON = os.environ.get("MANEGE_TEST_VLLM", str(ROOT / ".venv-vllm" / "bin" / "python"))
 
 

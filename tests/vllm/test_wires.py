@@ -13,13 +13,13 @@ from manege.model.folder import open_folder
 from manege.model.load import load_model
 from manege.types import FinishReason, PolicyVersion
 from tests.conftest import TINY_MODEL
-from tests.vllm.serving import changed, logprobs_of, served
+from tests.vllm.serving import ROOMY, changed, logprobs_of, served
 
 pytestmark = [pytest.mark.vllm, pytest.mark.anyio, pytest.mark.timeout(600)]
 
 FOLDER = open_folder(str(TINY_MODEL))
 PROMPT = FOLDER.tokenizer.encode("<|user|>q a<|end|><|assistant|>").ids
-LONG = Sampling(max_new_tokens=200, seed=5)
+LONG = Sampling(max_new_tokens=1000, seed=5)
 
 
 @pytest.fixture(scope="module", params=["token wire", "text completions"])
@@ -27,7 +27,7 @@ def url(request, tmp_path_factory):
     if request.param == "token wire":
         yield request.getfixturevalue("vllm_url")
         return
-    with served(TINY_MODEL, tmp_path_factory.mktemp("logs"), enable_scale_out=False) as address:
+    with served(TINY_MODEL, tmp_path_factory.mktemp("logs"), enable_scale_out=False, **ROOMY) as address:
         yield address
 
 
@@ -143,7 +143,7 @@ async def test_a_cut_answer_goes_on_under_new_weights_from_its_ids(engine, model
     answer = collector.generation()
     old, new = answer.spans
     assert (old.version, new.version, new.old_cache) == (version - 1, version, False)
-    assert (len(answer.ids_R), answer.finish_reason) == (200, FinishReason.LENGTH)
+    assert (len(answer.ids_R), answer.finish_reason) == (1000, FinishReason.LENGTH)
     agrees(models[first], answer, until=new.first_token)
     agrees(models[second], answer, since=new.first_token)
 
@@ -160,7 +160,7 @@ async def test_a_kept_answer_stays_in_the_server_and_says_that_its_cache_is_old(
     answer = collector.generation()
     old, new = answer.spans
     assert (old.version, new.version, new.old_cache) == (version - 1, version, True)
-    assert len(answer.ids_R) == 200
+    assert len(answer.ids_R) == 1000
     agrees(models[first], answer, until=new.first_token)
     # What the old weights computed is of no use to a new call.
     after = await collect(engine.generate(PROMPT, Sampling(max_new_tokens=20)))
