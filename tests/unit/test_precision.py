@@ -199,11 +199,14 @@ ids = torch.arange(2048) % 100
 def peak_mb():
     # Of this program alone: ru_maxrss begins with the size of who started it.
     return int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) / 1024
-before, peaks = peak_mb(), []
+def compute(num):
+    model.logits(model.hidden(ids[:num], torch.arange(num), causal_attend([num // 8] * 8))).mean().backward()
 model.checkpoint_layers()
+compute(8)  # What torch loads, and the gradients' own room.
+before, peaks = peak_mb(), []
 for again in (True, False):
     model._checkpoints = again
-    model.logits(model.hidden(ids, torch.arange(2048), causal_attend([256] * 8))).mean().backward()
+    compute(2048)
     peaks.append(peak_mb() - before)
 print(*peaks)
 """
