@@ -56,7 +56,7 @@ SETTINGS = [
     "ray_kwargs.ray_init.num_cpus=32",
     "+ray_kwargs.ray_init.num_gpus=1",
     "+ray_kwargs.ray_init.include_dashboard=False",
-    "+ray_kwargs.ray_init._node_ip_address=127.0.0.1",
+    "+ray_kwargs.ray_init._node_ip_address=127.0.0.2",
 ]
 
 

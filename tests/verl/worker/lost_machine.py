@@ -16,7 +16,7 @@ from manege.trainer.engines.verl.environment import prepare
 from tests.calls import merged, weighted
 from tests.verl.worker.conftest import MODEL, run_config
 
-MACHINE = {"num_cpus": 2, "num_gpus": 1, "include_dashboard": False, "node_ip_address": "127.0.0.1"}
+MACHINE = {"num_cpus": 2, "num_gpus": 1, "include_dashboard": False, "node_ip_address": "127.0.0.2"}
 
 
 def main(folder):
@@ -28,7 +28,7 @@ def main(folder):
     from tests.verl.worker.test_parity import PPO
 
     cluster = Cluster(initialize_head=True, head_node_args=MACHINE)
-    second = cluster.add_node(num_cpus=2, num_gpus=1, node_ip_address="127.0.0.1")
+    second = cluster.add_node(num_cpus=2, num_gpus=1, node_ip_address="127.0.0.3")
     config = run_config(folder, kl=0, backend={"ray_address": cluster.address, "nodes": 2, "timeout_s": 200})
     batch = weighted("rollout_mean", merged)
     try:

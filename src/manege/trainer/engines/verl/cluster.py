@@ -1,8 +1,8 @@
 """Ray, as a run uses it: started on this machine for the run, or a cluster that runs already.
 
-A Ray of our own ends with this process, however that ends. Parts of it listen on the machine's own address, whatever
-it is asked for; it lets in only who has the key of `environment`. What a run needs is counted before anything is
-placed, so that nothing waits for a machine that will never come.
+A Ray of our own ends with this process, however that ends, listens on loopback, and lets in only who has the key of
+`environment`. What a run needs is counted before anything is placed, so that nothing waits for a machine that will
+never come.
 """
 
 # pyright: reportMissingImports=false
@@ -22,6 +22,8 @@ from manege.logs import get_logger, kv
 
 __all__ = ["meeting_place", "places", "ray_session"]
 
+_LOOPBACK = "127.0.0.2"
+"""Ray takes 127.0.0.1 for a mistake, and listens on the machine's own address instead."""
 _SYSTEM_CPUS = 1
 """For what is no rank."""
 _TRIES = 3
@@ -45,7 +47,7 @@ def ray_session(backend: BackendConfig, environment: Mapping[str, str], *, cpu: 
         options |= {
             "address": "local",
             "include_dashboard": False,
-            "_node_ip_address": "127.0.0.1",
+            "_node_ip_address": _LOOPBACK,
             "num_cpus": backend.num_ranks + _SYSTEM_CPUS,
         }
         if cpu:
