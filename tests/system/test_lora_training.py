@@ -10,6 +10,7 @@ from tests.conftest import TINY_MODEL
 from tests.system.test_training import RUN_FILE, finish, manege, rows
 
 
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_reward_rises_with_adapters_over_weights_that_stay(tmp_path):
     """Over two lives: the second goes on from the first one's checkpoint."""
