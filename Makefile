@@ -72,7 +72,7 @@ verl: .venv-verl/ready
 
 .venv-verl/ready: pyproject.toml requirements-verl.lock
 	$(PYTHON) -m venv .venv-verl
-	.venv-verl/bin/python -m pip install --quiet --disable-pip-version-check -r requirements-verl.lock
+	.venv-verl/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-verl.lock
 	.venv-verl/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	touch $@
 
