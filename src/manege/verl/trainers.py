@@ -33,9 +33,12 @@ class _Whole:
         super().__init__(config)  # pyright: ignore[reportCallIssue] - of verl's class
 
     def _get_required_batch_multiple(self, dp_size: int) -> int:
-        num_rollouts = self.config.actor_rollout_ref.rollout.n
+        actor, rollout = self.config.actor_rollout_ref.actor, self.config.actor_rollout_ref.rollout
         critic = self.config.critic.ppo_mini_batch_size if self.use_critic else 1
-        return math.lcm(dp_size, num_rollouts * critic)
+        # Micro-batches of a fixed number of rows have to come out even on every rank.
+        update = 1 if actor.use_dynamic_bsz else actor.ppo_micro_batch_size_per_gpu or 1
+        logprobs = 1 if rollout.log_prob_use_dynamic_bsz else rollout.log_prob_micro_batch_size_per_gpu or 1
+        return math.lcm(dp_size * update, dp_size * logprobs, rollout.n * critic)
 
     def _update_actor(self, batch: Any, metrics: MutableMapping[str, Any]) -> Any:
         actor, size = self.config.actor_rollout_ref.actor, len(batch) // self.config.actor_rollout_ref.rollout.n
