@@ -43,7 +43,7 @@ def test_reward_rises_though_a_rank_is_killed_on_the_way(tmp_path):
     assert len(ranks) == 2
     os.kill(ranks[0], signal.SIGKILL)
     code, _, err = finish(process)
-    assert code == 1
+    assert code == 2, err
     assert "rank 0 of 2 died" in err
     assert "--resume" in err
     deadline = time.monotonic() + 30
