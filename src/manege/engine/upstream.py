@@ -21,34 +21,29 @@ No GPU has confirmed it yet.
 
 New weights are a folder that vLLM reads, or (`fetches`) are fetched from the trainer's memory by its weight-transfer
 endpoints and our transfer engine inside it (`vllm_worker`).
-
-A task reads each answer as it arrives, however slowly its caller takes it, so that a token has the version of the
-weights that were in use when it came.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any
 from uuid import uuid4
 
 import orjson
 
 from manege.engine.base import Chunk, Constraint, EngineCapabilities, EngineInfo, Sampling, Weights
 from manege.engine.http1 import HttpClient
-from manege.engine.partial import PartialAnswer
+from manege.engine.remote import Put, RemoteAnswers
 from manege.engine.token_stream import AnswerReader, events, version_number
 from manege.engine.vllm_metrics import num_waiting_and_usage
-from manege.errors import ContextOverflowError, EngineError, ProtocolError
+from manege.errors import EngineError, ProtocolError
 from manege.logs import get_logger, kv
 from manege.types import JsonObject, PolicyVersion
 
 __all__ = ["UpstreamEngine"]
 
 _log = get_logger("engine")
-
-_Put: TypeAlias = Callable[[Chunk | Exception], None]
 
 
 class UpstreamEngine:
@@ -65,7 +60,8 @@ class UpstreamEngine:
         if fetches:
             self.capabilities = replace(self.capabilities, weights=self.capabilities.weights | {"transfer"})
         self._url = url.rstrip("/").removesuffix("/v1")
-        self._http = HttpClient(self._url, lost=self._forget)
+        self._http = HttpClient(self._url, lost=self.forget)
+        self._answers = RemoteAnswers(self)
         self._model = ""
         self._is_known = False
         """Model, context limit and version are what the server last said."""
@@ -75,43 +71,16 @@ class UpstreamEngine:
         """The weights of `_version`, if they came from here."""
         self._learning = asyncio.Lock()
         self._has_generate = True
-        self._num_running = 0
-        self._open = asyncio.Event()
-        """Not paused from here."""
-        self._open.set()
-        self._num_pauses = 0
         self._sleeps = sleeps
         self._asleep: tuple[str, ...] = ()
         """What of it is not on the GPU now, by vLLM's names."""
 
-    async def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> AsyncGenerator[Chunk, None]:
-        await self._learn()
-        room = self._context_limit - len(prompt_ids)
-        if room < 1:
-            raise ContextOverflowError(
-                f"the prompt has {len(prompt_ids)} tokens and the context {self._context_limit}; shorten the prompt"
-            )
-        answer = PartialAnswer(prompt_ids, replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room)))
-        arrived: asyncio.Queue[Chunk | Exception] = asyncio.Queue()
-        reading = asyncio.create_task(self._read_answer(answer, arrived.put_nowait), name="engine-answer")
-        self._num_running += 1
-        try:
-            while True:
-                item = await arrived.get()
-                if isinstance(item, Exception):
-                    raise item
-                yield item
-                if item.finish_reason:
-                    return
-        finally:
-            self._num_running -= 1
-            reading.cancel()
-            await asyncio.wait({reading})
+    def generate(self, prompt_ids: Sequence[int], sampling: Sampling) -> AsyncGenerator[Chunk, None]:
+        return self._answers.generate(prompt_ids, sampling)
 
     async def pause(self, *, keep: bool = False) -> None:
         """See Engine. Raises EngineError if the server cannot pause."""
-        self._open.clear()
-        self._num_pauses += 1
+        self._answers.hold()
         path = "/pause?mode=keep&clear_cache=false" if keep else "/pause?mode=abort&clear_cache=true"
         try:
             status, reply = await self._send("POST", path)
@@ -122,7 +91,7 @@ class UpstreamEngine:
                 await self._call("POST", "/sleep?level=1&mode=abort")
                 self._asleep = ("weights", "kv_cache")
         except BaseException:
-            self._open.set()
+            self._answers.release()
             raise
 
     async def resume(self) -> None:
@@ -130,7 +99,7 @@ class UpstreamEngine:
             await self._wake(*self._asleep)
             status, reply = await self._send("POST", "/resume")
         finally:
-            self._open.set()
+            self._answers.release()
         # A server that cannot pause need not resume.
         if status != 404:
             _checked(status, reply, f"{self._url}/resume")
@@ -161,7 +130,7 @@ class UpstreamEngine:
             model=self._model,
             context_limit=self._context_limit,
             version=self._version,
-            num_running=self._num_running,
+            num_running=self._answers.num_running,
             num_waiting=num_waiting,
             cache_usage=cache_usage,
             paused=bool(paused),
@@ -169,7 +138,7 @@ class UpstreamEngine:
 
     async def close(self) -> None:
         await self._http.close()
-        self._open.set()
+        self._answers.release()
 
     async def _fetch(self, address: str, version: PolicyVersion) -> None:
         """Have the server's workers fetch the weights. Nothing has changed when the trainer refuses them at first."""
@@ -182,15 +151,21 @@ class UpstreamEngine:
             await self._call("POST", "/finish_weight_update", {"weight_version": str(version)})
         except EngineError:
             # Some layers may be new: under a version that is older than any it gets the last weights again.
-            self._forget()
+            self.forget()
             with suppress(EngineError):
                 await self._call("POST", "/update_weight_version", {"new_version": "0"})
             raise
 
-    async def _learn(self) -> None:
+    async def learn(self) -> int:
+        """See `remote.Wire`."""
         async with self._learning:
             if not self._is_known:
                 await self._read_model()
+        return self._context_limit
+
+    def forget(self) -> None:
+        """See `remote.Wire`. It may have been restarted, or have got new weights from elsewhere."""
+        self._is_known = False
 
     async def _read_model(self) -> None:
         models, known = await self._call("GET", "/v1/models"), self._version
@@ -211,24 +186,9 @@ class UpstreamEngine:
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise EngineError(f"{self._url}/v1/models answered in a shape that is not vLLM's: {error!r}") from error
 
-    async def _read_answer(self, answer: PartialAnswer, put: _Put) -> None:
-        def put_all(chunk: Chunk) -> None:
-            for each in answer.add(chunk):
-                put(each)
-
-        try:
-            while not answer.is_whole:
-                await self._open.wait()
-                await self._learn()
-                num_pauses = self._num_pauses
-                prompt_ids, sampling = answer.request()
-                await self._read_part(prompt_ids, _params(sampling), put_all)
-                answer.end_request(by_pause=num_pauses != self._num_pauses)
-        except Exception as error:  # whatever it is, it belongs to the caller, who would wait for ever
-            self._forget()
-            put(error)
-
-    async def _read_part(self, prompt_ids: Sequence[int], params: JsonObject, put: Callable[[Chunk], None]) -> None:
+    async def read(self, prompt_ids: Sequence[int], sampling: Sampling, put: Put) -> None:
+        """See `remote.Wire`."""
+        params = _params(sampling)
         if self._has_generate:
             body = {"token_ids": prompt_ids, "sampling_params": {**params, "logprobs": 0}}
             if await self._stream("/inference/v1/generate", body, put):
@@ -239,11 +199,7 @@ class UpstreamEngine:
         if not await self._stream("/v1/completions", body, put):
             raise EngineError(f"{self._url} serves neither /inference/v1/generate nor /v1/completions")
 
-    def _forget(self) -> None:
-        """It may have been restarted, or have got new weights from elsewhere."""
-        self._is_known = False
-
-    async def _stream(self, path: str, body: JsonObject, put: Callable[[Chunk], None]) -> bool:
+    async def _stream(self, path: str, body: JsonObject, put: Put) -> bool:
         """Read an answer; False: the server does not serve the path."""
         url = self._url + path
         stream = {"stream": True, "stream_options": {"include_usage": True}, "cache_salt": f"version {self._version}"}

@@ -38,15 +38,12 @@ class PackedSamples:
         nodes = [nodes_T[sample.positions_M] for sample, nodes_T in zip(samples, tree.sequences, strict=True)]
         predictors = [nodes_T[s.positions_M - 1] for s, nodes_T in zip(samples, tree.sequences, strict=True)]
         unique_U, row_M = np.unique(np.concatenate(predictors), return_inverse=True)
-        calls = [span.stop - span.start for sample in samples for span in sample.spans]
         heat_M = np.concatenate([np.full(sample.num_trained, sample.temperature) for sample in samples])
 
         def indices(values: np.ndarray) -> Tensor:
             return torch.from_numpy(values).long().to(device)
 
         self.num_nodes = len(tree.ids_N)
-        self.call_M = indices(np.repeat(np.arange(len(calls)), calls))
-        """Which call of the micro-batch sampled each token."""
         self._ids_N, self._positions_N = indices(tree.ids_N), indices(tree.positions_N)
         self._attend = TreeAttention(tree, device=device, dtype=dtype)
         self._predictors_U, self._row_M = indices(unique_U), indices(row_M)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from manege.trainer.algo.samples import Sample
 from manege.trainer.engines.base import StepReport, VersionGap
-from manege.trainer.losses.combine import TokenLoss
+from manege.trainer.engines.micro_loss import MicroLoss
 from manege.trainer.losses.kl import k3
 
 __all__ = ["StepSums"]
@@ -33,20 +33,11 @@ class StepSums:
         return self._sums["loss"]
 
     @torch.no_grad()
-    def add(
-        self,
-        samples: Sequence[Sample],
-        loss: Tensor,
-        tokens: TokenLoss,
-        *,
-        logprobs_M: Tensor,
-        recorded_M: Tensor,
-        entropy_M: Tensor,
-        num_nodes: int,
-    ) -> None:
+    def add(self, samples: Sequence[Sample], found: MicroLoss, *, entropy_M: Tensor, num_nodes: int) -> None:
         """One micro-batch."""
+        tokens, logprobs_M, recorded_M = found.tokens, found.logprobs_M, found.recorded_M
         for name, value in {
-            "loss": loss,
+            "loss": found.loss,
             "clipped": tokens.clipped_M.sum(),
             "masked": tokens.masked_M.sum(),
             "mismatch": tokens.weight_M.sum(),

@@ -31,9 +31,9 @@ from manege.trainer.algo.samples import Sample
 from manege.trainer.engines.base import Capabilities, StepReport, WeightedSample
 from manege.trainer.engines.lora import Adapters
 from manege.trainer.engines.masters import Masters
+from manege.trainer.engines.micro_loss import micro_loss
 from manege.trainer.engines.packed import PackedSamples
 from manege.trainer.engines.step_sums import StepSums
-from manege.trainer.losses.combine import token_loss
 from manege.trainer.objective import Objective
 from manege.types import FloatArray
 
@@ -219,39 +219,10 @@ class TorchEngine:
         samples = [item.sample for item in batch]
         packed = self._pack(samples)
         logits_UV = packed.logits(self._model)
-        logprobs_M = packed.logprobs(logits_UV)
-        present_M = logprobs_M.detach().split([sample.num_trained for sample in samples])
-
-        def constant(parts: Sequence[FloatArray]) -> Tensor:
-            return torch.from_numpy(np.concatenate(parts)).to(logprobs_M.device, logprobs_M.dtype)
-
-        recorded_M = constant([sample.logprobs_M for sample in samples])
-        tokens = token_loss(
-            logprobs_M,
-            recorded_M,
-            torch.cat(
-                [
-                    present if item.proximal_M is None else constant([item.proximal_M])
-                    for item, present in zip(batch, present_M, strict=True)
-                ]
-            ),
-            constant([item.advantages_M for item in batch]),
-            packed.call_M,
-            objective,
-            reference_M=self._reference_logprobs(packed) if objective.kl > 0 else None,
-        )
-        weights_M = constant([np.full(item.sample.num_trained, item.weight) for item in batch])
-        loss = (weights_M * tokens.loss_M).sum()
-        loss.backward()
-        sums.add(
-            samples,
-            loss,
-            tokens,
-            logprobs_M=logprobs_M,
-            recorded_M=recorded_M,
-            entropy_M=packed.entropy(logits_UV),
-            num_nodes=packed.num_nodes,
-        )
+        reference_M = self._reference_logprobs(packed) if objective.kl > 0 else None
+        found = micro_loss(batch, packed.logprobs(logits_UV), objective, reference_M=reference_M)
+        found.loss.backward()
+        sums.add(samples, found, entropy_M=packed.entropy(logits_UV), num_nodes=packed.num_nodes)
 
     @torch.no_grad()
     def _reference_logprobs(self, packed: PackedSamples) -> Tensor:

@@ -1,4 +1,4 @@
-"""Our loss in verl's worker: the same `token_loss` on the log-probabilities that verl computed.
+"""Our loss in verl's worker: the same as everywhere (`micro_loss`), on the log-probabilities that verl computed.
 
 verl's own losses know no rollouts, and a weight cannot be folded into the advantages of a sequence-level ratio: so none
 of them is used, and nothing has to be refused. verl averages gradients over the ranks; what is a sum here is therefore
@@ -21,8 +21,8 @@ from verl.utils import tensordict_utils
 from manege.errors import TrainerError
 from manege.trainer.algo.samples import Sample
 from manege.trainer.engines.base import WeightedSample
+from manege.trainer.engines.micro_loss import micro_loss
 from manege.trainer.engines.step_sums import StepSums
-from manege.trainer.losses.combine import token_loss
 from manege.trainer.objective import Objective
 from manege.types import FloatArray
 
@@ -91,39 +91,14 @@ class StepLoss:
         samples, starts = [item.sample for item in batch], [begin for _, begin in rows]
         logprobs_M = trained(logprobs_N, starts, samples)
 
-        def constant(parts: Sequence[FloatArray]) -> Tensor:
-            return torch.from_numpy(np.concatenate(parts)).to(logprobs_M.device, logprobs_M.dtype)
-
-        present_M = logprobs_M.detach().split([sample.num_trained for sample in samples])
-        proximal_M = torch.cat(
-            [
-                present if item.proximal_M is None else constant([item.proximal_M])
-                for item, present in zip(batch, present_M, strict=True)
-            ]
-        )
-        lengths = [span.stop - span.start for sample in samples for span in sample.spans]
-        recorded_M = constant([sample.logprobs_M for sample in samples])
-        tokens = token_loss(
-            logprobs_M,
-            recorded_M,
-            proximal_M,
-            constant([item.advantages_M for item in batch]),
-            torch.from_numpy(np.repeat(np.arange(len(lengths)), lengths)).to(logprobs_M.device),
-            self._objective,
-            reference_M=constant([self._reference[row] for row, _ in rows]) if self._reference is not None else None,
-        )
-        weights_M = constant([np.full(item.sample.num_trained, item.weight) for item in batch])
-        loss = (weights_M * tokens.loss_M).sum()
-        self.sums.add(
-            samples,
-            loss,
-            tokens,
-            logprobs_M=logprobs_M,
-            recorded_M=recorded_M,
-            entropy_M=trained(model_output["entropy"].values().float(), starts, samples),
-            num_nodes=sum(sample.num_tokens for sample in samples),
-        )
-        return loss * dist.get_world_size(dp_group), {}
+        reference_M = None
+        if self._reference is not None:
+            parts = np.concatenate([self._reference[row] for row, _ in rows])
+            reference_M = torch.from_numpy(parts).to(logprobs_M.device, logprobs_M.dtype)
+        found = micro_loss(batch, logprobs_M, self._objective, reference_M=reference_M)
+        entropy_M = trained(model_output["entropy"].values().float(), starts, samples)
+        self.sums.add(samples, found, entropy_M=entropy_M, num_nodes=sum(sample.num_tokens for sample in samples))
+        return found.loss * dist.get_world_size(dp_group), {}
 
 
 def _nested(rows: Sequence[Tensor]) -> Tensor:
