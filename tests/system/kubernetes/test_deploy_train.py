@@ -6,8 +6,6 @@ KubeRay is not here: the fields of its RayJob are held against those of its Go t
 import shlex
 from pathlib import Path
 
-import pytest
-
 from manege.backend_config import BackendConfig
 from manege.cli.main import make_parser
 from manege.config import ModelConfig
@@ -42,20 +40,14 @@ def pod_of(template, number):
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": template["spec"]}
 
 
-@pytest.fixture
-def namespace(cluster):
-    cluster.request("POST", "/api/v1/namespaces", {"metadata": {"name": "manege"}})
-    yield
-    cluster.request("DELETE", "/api/v1/namespaces/manege")
-
-
 def test_the_api_takes_every_object_with_all_its_fields(cluster, namespace):
     things = [
         thing for thing in built("train") if thing["kind"] in PATHS and thing["metadata"]["namespace"] == "manege"
     ]
     things += [pod_of(template, number) for number, template in enumerate(templates())]
     for thing in things:
-        path = PATHS[thing["kind"]].format("manege") + "?dryRun=All"
+        thing["metadata"]["namespace"] = namespace
+        path = PATHS[thing["kind"]].format(namespace) + "?dryRun=All"
         answer = cluster.request("POST", path, thing)
         assert answer.status_code == 201, (thing["metadata"]["name"], answer.text)
         assert list(lost(thing, answer.json())) == []
