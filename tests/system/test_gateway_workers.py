@@ -245,6 +245,8 @@ async def said_as_much(said, number):
 
 async def test_what_is_counted_is_that_of_both_and_goes_on_after_a_kill(gateway, client):
     async with engine_at(gateway), AsyncExitStack() as stack:
+        # Both have told the others what they answered before.
+        await asyncio.sleep(2 * BEAT_S + 0.5)
         before = await counted(gateway)
         agents = await agents_of(stack, client, gateway, "counted-0", "counted-1")
         for agent in agents:

@@ -95,6 +95,8 @@ class FaultyProxy:
         """The API server is away: connections are refused, those that are open are cut."""
         if self._server is not None:
             self._server.close()
+            # Connections that were accepted just now have not begun to be served, and could not be cut.
+            await asyncio.sleep(0.05)
             await self.cut()
             self._server = None
 
