@@ -82,6 +82,14 @@ def below(pid):
     return found
 
 
+def cpu_s_if_there(pid):
+    """PostgreSQL's own helpers come and go."""
+    try:
+        return cpu_s(pid)
+    except OSError:
+        return 0.0
+
+
 @dataclass(frozen=True)
 class Spent:
     """So far, or per call: seconds of CPU, bytes, transactions."""
@@ -110,7 +118,7 @@ class Spent:
             engine=cpu_s(engine),
             first=cpu_s(gateway) if workers else 0.0,
             workers=sum(map(cpu_s, workers or [gateway])),
-            postgres=sum(map(cpu_s, [master, *below(master)])),
+            postgres=cpu_s(master) + sum(map(cpu_s_if_there, below(master))),
             log=float(log),
             tables=float(tables),
             commits=float(commits),
