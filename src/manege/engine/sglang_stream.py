@@ -23,7 +23,7 @@ from typing import Any
 import orjson
 
 from manege.engine.base import Chunk
-from manege.engine.token_stream import version_number
+from manege.engine.token_stream import check_versions, version_number
 from manege.errors import EngineError, ProtocolError
 from manege.types import FinishReason, JsonObject, PolicyVersion
 
@@ -117,14 +117,7 @@ class SglangReader:
     def _check_end(self, num_all: int, spans: Sequence[JsonObject]) -> None:
         if num_all != len(self._versions):
             raise EngineError(f"{self._url} counts {num_all} sampled tokens but streamed {len(self._versions)}")
-        for span in spans:
-            for index in range(span["start"], span["end"]):
-                known = self._versions[index]
-                if version_number(span["version"], known) != known:
-                    raise EngineError(
-                        f"{self._url} sampled token {index} with weights {span['version']!r}, but its client knew of "
-                        f"{known}; change weights through the gateway only, or give its engines the new version"
-                    )
+        check_versions(spans, self._versions, self._url)
 
     def _failure(self, status: Any, message: str) -> EngineError | ProtocolError:
         if status == _REFUSED and self._can_be_refused:

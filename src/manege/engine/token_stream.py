@@ -20,7 +20,7 @@ from manege.engine.base import Chunk
 from manege.errors import EngineError, ProtocolError
 from manege.types import FinishReason, JsonObject, PolicyVersion
 
-__all__ = ["AnswerReader", "events", "version_number"]
+__all__ = ["AnswerReader", "check_versions", "events", "version_number"]
 
 _UNKNOWN_LOGPROB = -9999.0
 """What vLLM writes for a log-probability that it does not have."""
@@ -119,7 +119,7 @@ class AnswerReader:
         if choice.get("finish_reason"):
             self._finish = FinishReason(choice["finish_reason"])
         self._routed_experts = choice.get("routed_experts") or self._routed_experts
-        self._check_versions(choice.get("weight_versions") or ())
+        check_versions(choice.get("weight_versions") or (), self._versions, self._url)
         return Chunk(ids=ids, logprobs=logprobs, version=version, old_cache=old_cache) if ids else None
 
     def _read_usage(self, usage: JsonObject) -> None:
@@ -130,15 +130,16 @@ class AnswerReader:
                 f"{self._url} counts {usage['completion_tokens']} sampled tokens but streamed {len(self._versions)}"
             )
 
-    def _check_versions(self, spans: Sequence[JsonObject]) -> None:
-        for span in spans:
-            for index in range(span["start"], span["end"]):
-                known = self._versions[index]
-                if version_number(span["version"], known) != known:
-                    raise EngineError(
-                        f"{self._url} sampled token {index} with weights {span['version']!r}, but its client knew of "
-                        f"{known}; change weights through the gateway only, or give its engines the new version"
-                    )
+
+def check_versions(spans: Sequence[JsonObject], versions: Sequence[PolicyVersion], url: str) -> None:
+    """Raises EngineError where a server's spans of an answer say other versions of its tokens than its client knew."""
+    for span in spans:
+        for index in range(span["start"], span["end"]):
+            if version_number(span["version"], versions[index]) != versions[index]:
+                raise EngineError(
+                    f"{url} sampled token {index} with weights {span['version']!r}, but its client knew of "
+                    f"{versions[index]}; change weights through the gateway only, or give its engines the new version"
+                )
 
 
 def version_number(version: Any, default: PolicyVersion) -> PolicyVersion:
