@@ -8,13 +8,15 @@ is one. Closing the iterator ends the request, and with it the connection: the s
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
+
+import orjson
 
 from manege.engine.base import Chunk, Sampling
 from manege.engine.partial import PartialAnswer
-from manege.errors import ContextOverflowError
+from manege.errors import ContextOverflowError, EngineError
 
-__all__ = ["Put", "RemoteAnswers", "Wire"]
+__all__ = ["Put", "RemoteAnswers", "Wire", "beginning", "read_reply"]
 
 Put: TypeAlias = Callable[[Chunk], None]
 
@@ -100,3 +102,18 @@ class RemoteAnswers:
         except Exception as error:  # whatever it is, it belongs to the caller, who would wait for ever
             self._wire.forget()
             put(error)
+
+
+def read_reply(status: int, reply: bytes, url: str) -> Any:
+    """The JSON of a whole answer. Raises EngineError for a failure, or what is no JSON."""
+    if status >= 300:
+        raise EngineError(f"{url} answered {status}: {beginning(reply)}")
+    try:
+        return orjson.loads(reply) if reply else {}
+    except orjson.JSONDecodeError as error:
+        raise EngineError(f"{url} answered no JSON: {reply[:200]!r}") from error
+
+
+def beginning(reply: bytes) -> str:
+    """Of a body, for error messages."""
+    return reply[:500].decode(errors="replace")

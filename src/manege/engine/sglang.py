@@ -30,7 +30,7 @@ import orjson
 
 from manege.engine.base import Chunk, Constraint, EngineCapabilities, EngineInfo, Sampling, Weights
 from manege.engine.http1 import HttpClient
-from manege.engine.remote import Put, RemoteAnswers
+from manege.engine.remote import Put, RemoteAnswers, beginning, read_reply
 from manege.engine.sglang_stream import SglangReader
 from manege.engine.token_stream import events, version_number
 from manege.errors import EngineError, ProtocolError
@@ -148,7 +148,7 @@ class SglangEngine:
         status, parts = await self._http.stream(_PATH, orjson.dumps(body))
         async with aclosing(parts):
             if status >= 300:
-                raise EngineError(f"{url} answered {status}: {_beginning(b''.join([part async for part in parts]))}")
+                raise EngineError(f"{url} answered {status}: {beginning(b''.join([part async for part in parts]))}")
             async for data in events(parts, url):
                 if chunk := reader.feed(data, self._version):
                     put(chunk)
@@ -222,13 +222,4 @@ class SglangEngine:
 def _checked(status: int, reply: bytes, url: str) -> Any:
     if status == 404:
         raise EngineError(f"{url} answered 404; it must be SGLang, 0.5.6 or newer")
-    if status >= 300:
-        raise EngineError(f"{url} answered {status}: {_beginning(reply)}")
-    try:
-        return orjson.loads(reply) if reply else {}
-    except orjson.JSONDecodeError as error:
-        raise EngineError(f"{url} answered no JSON: {reply[:200]!r}") from error
-
-
-def _beginning(reply: bytes) -> str:
-    return reply[:500].decode(errors="replace")
+    return read_reply(status, reply, url)

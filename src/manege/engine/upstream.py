@@ -34,7 +34,7 @@ import orjson
 
 from manege.engine.base import Chunk, Constraint, EngineCapabilities, EngineInfo, Sampling, Weights
 from manege.engine.http1 import HttpClient
-from manege.engine.remote import Put, RemoteAnswers
+from manege.engine.remote import Put, RemoteAnswers, beginning, read_reply
 from manege.engine.token_stream import AnswerReader, events, version_number
 from manege.engine.vllm_metrics import num_waiting_and_usage
 from manege.errors import EngineError, ProtocolError
@@ -86,7 +86,7 @@ class UpstreamEngine:
             status, reply = await self._send("POST", path)
             if status == 404:
                 raise EngineError(f"{self._url} has no /pause; start vLLM with VLLM_SERVER_DEV_MODE=1")
-            _checked(status, reply, self._url + path)
+            read_reply(status, reply, self._url + path)
             if self._sleeps and not keep:
                 await self._call("POST", "/sleep?level=1&mode=abort")
                 self._asleep = ("weights", "kv_cache")
@@ -102,7 +102,7 @@ class UpstreamEngine:
             self._answers.release()
         # A server that cannot pause need not resume.
         if status != 404:
-            _checked(status, reply, f"{self._url}/resume")
+            read_reply(status, reply, f"{self._url}/resume")
 
     async def load(self, weights: Weights, version: PolicyVersion) -> None:
         source = weights.address if weights.kind == "transfer" else weights.folder
@@ -123,7 +123,7 @@ class UpstreamEngine:
         await self._read_model()
         # vLLM tells whether it is paused only with VLLM_SERVER_DEV_MODE.
         status, reply = await self._send("GET", "/is_paused")
-        paused = status != 404 and _checked(status, reply, f"{self._url}/is_paused").get("is_paused")
+        paused = status != 404 and read_reply(status, reply, f"{self._url}/is_paused").get("is_paused")
         status, metrics = await self._send("GET", "/metrics")
         num_waiting, cache_usage = num_waiting_and_usage(metrics.decode() if status == 200 else "")
         return EngineInfo(
@@ -173,7 +173,7 @@ class UpstreamEngine:
         try:
             # What was answered before a load that ended meanwhile is old.
             if status != 404 and self._version == known:
-                told = _checked(status, reply, f"{self._url}/weight_info").get("weight_version")
+                told = read_reply(status, reply, f"{self._url}/weight_info").get("weight_version")
                 if self._loaded is not None and version_number(told, PolicyVersion(0)) < self._version:
                     _log.warning(kv("the engine was restarted and gets its weights again", version=self._version))
                     await self.load(self._loaded, self._version)
@@ -212,8 +212,8 @@ class UpstreamEngine:
                 if status in (403, 404):
                     return False
                 if status == 400 and "structured_outputs" in body.get("sampling_params", body):
-                    raise ProtocolError(f"the engine refuses the form of the answer: {_beginning(text)}")
-                raise EngineError(f"{url} answered {status}: {_beginning(text)}")
+                    raise ProtocolError(f"the engine refuses the form of the answer: {beginning(text)}")
+                raise EngineError(f"{url} answered {status}: {beginning(text)}")
             async for data in events(parts, url):
                 if chunk := reader.feed(data, self._version):
                     put(chunk)
@@ -227,23 +227,10 @@ class UpstreamEngine:
 
     async def _call(self, method: str, path: str, body: JsonObject | None = None) -> Any:
         status, reply = await self._send(method, path, body)
-        return _checked(status, reply, self._url + path)
+        return read_reply(status, reply, self._url + path)
 
     async def _send(self, method: str, path: str, body: JsonObject | None = None) -> tuple[int, bytes]:
         return await self._http.request(method, path, b"" if body is None else orjson.dumps(body))
-
-
-def _checked(status: int, reply: bytes, url: str) -> Any:
-    if status >= 300:
-        raise EngineError(f"{url} answered {status}: {_beginning(reply)}")
-    try:
-        return orjson.loads(reply) if reply else {}
-    except orjson.JSONDecodeError as error:
-        raise EngineError(f"{url} answered no JSON: {reply[:200]!r}") from error
-
-
-def _beginning(reply: bytes) -> str:
-    return reply[:500].decode(errors="replace")
 
 
 def _params(sampling: Sampling) -> dict[str, Any]:
