@@ -95,6 +95,7 @@ def engine_process():
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.full
 def test_two_engine_processes_serve_while_a_third_process_trains(tmp_path):
     folder = tmp_path / "run"
     with engine_process() as first, engine_process() as second:

@@ -53,6 +53,7 @@ def start(tmp_path):
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.full
 def test_two_ranks_learn_and_serve(start, tmp_path):
     folder = tmp_path / "run"
     process = start("train.steps=6")

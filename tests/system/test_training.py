@@ -101,7 +101,9 @@ def test_shuffled_rewards_teach_nothing(tmp_path):
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "kill -9"])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.full)], ids=["ctrl-c", "kill -9"]
+)
 def test_a_stopped_run_leaves_no_agent_and_goes_on_where_it_was(tmp_path, number):
     folder = tmp_path / "run"
     overrides = [f"folder={folder}", "train.checkpoint_every=2", "train.steps=6", "tasks.num_heldout=8"]
