@@ -9,7 +9,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
@@ -43,6 +43,9 @@ def _config_rows(section: type[BaseModel], prefix: str) -> list[str]:
     rows = []
     for name, info in section.model_fields.items():
         inner: Any = info.annotation
+        if get_origin(inner) is dict and issubclass(get_args(inner)[1], BaseModel):
+            rows += _config_rows(get_args(inner)[1], f"{prefix}{name}.NAME.")
+            continue
         if isinstance(inner, type) and issubclass(inner, BaseModel):
             rows += _config_rows(inner, f"{prefix}{name}.")
             continue

@@ -1,13 +1,23 @@
-"""The sections `agent`, `scorer` and `sandbox` of a run file: what runs, what judges it, and what it may touch."""
+"""The sections `agent`, `services`, `scorer` and `sandbox` of a run file: what runs, what it asks, what judges it, and
+what it may touch."""
 
 from collections.abc import Iterable
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
 from manege.section import PositiveFloat, PositiveInt, Section
 
-__all__ = ["AgentConfig", "LimitsConfig", "Program", "SandboxConfig", "ScorerConfig", "WorkspaceConfig"]
+__all__ = [
+    "AgentConfig",
+    "LimitsConfig",
+    "Program",
+    "SandboxConfig",
+    "ScorerConfig",
+    "ServiceConfig",
+    "ServiceName",
+    "WorkspaceConfig",
+]
 
 T = TypeVar("T", bound=Iterable[str])
 
@@ -77,6 +87,43 @@ class AgentConfig(Section):
         if self.task is not None and self.harness is None:
             raise ValueError("task is what a harness is told: it needs harness")
         return self
+
+
+ServiceName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$", max_length=32)]
+"""A part of the address and of the variable's name."""
+
+
+class ServiceConfig(Section):
+    """A tool over HTTP that agents reach through the gateway, at the address in MANEGE_SERVICE_<NAME>."""
+
+    url: str | None = None
+    """Where it is, as seen by the gateway."""
+    run: list[str] | None = None
+    """Instead of `url`: a command that the run starts, keeps alive and ends; `{port}` is replaced by the port of
+    127.0.0.1 where it shall listen, `{folder}` by the run folder. It is ready when it answers GET /healthz."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """For `run`; 0: a free one."""
+    start_s: PositiveFloat = 900
+    """How long the start of `run` may take."""
+    timeout_s: PositiveFloat = 60
+    """How long an agent's request may wait for it, or for its next bytes."""
+
+    @model_validator(mode="after")
+    def _one_place(self) -> "ServiceConfig":
+        if (self.url is None) == (self.run is None):
+            raise ValueError("say where the service is: set either url or run")
+        if self.url is not None and not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"url = {self.url!r} is no address; write http://HOST:PORT")
+        if self.url is not None and (self.port or self.start_s != ServiceConfig.model_fields["start_s"].default):
+            raise ValueError("port and start_s do nothing here: they need run")
+        if self.run is not None and not any("{port}" in word for word in self.run):
+            raise ValueError("run must tell the service where to listen: put {port} into it")
+        return self
+
+    @property
+    def address(self) -> str:
+        """Where the gateway finds it."""
+        return self.url or f"http://127.0.0.1:{self.port}"
 
 
 class ScorerConfig(Section):

@@ -15,7 +15,15 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
-from manege.agent_config import AgentConfig, LimitsConfig, SandboxConfig, ScorerConfig, WorkspaceConfig
+from manege.agent_config import (
+    AgentConfig,
+    LimitsConfig,
+    SandboxConfig,
+    ScorerConfig,
+    ServiceConfig,
+    ServiceName,
+    WorkspaceConfig,
+)
 from manege.backend_config import BackendConfig, EngineServersConfig
 from manege.credit_config import CreditConfig
 from manege.errors import ConfigError
@@ -40,6 +48,7 @@ __all__ = [
     "SamplingConfig",
     "SandboxConfig",
     "ScorerConfig",
+    "ServiceConfig",
     "TasksConfig",
     "TrackingConfig",
     "TrainConfig",
@@ -180,6 +189,8 @@ class RunConfig(Section):
     sampling: SamplingConfig = SamplingConfig()
     tasks: TasksConfig
     agent: AgentConfig
+    services: dict[ServiceName, ServiceConfig] = Field(default_factory=dict)
+    """Tools that agents reach through the gateway, by name."""
     scorer: ScorerConfig
     credit: CreditConfig = CreditConfig()
     train: TrainConfig = TrainConfig()
@@ -219,8 +230,10 @@ class RunConfig(Section):
         return self.model_dump(mode="json", exclude={"gateway": {"key"}})
 
     def digest(self) -> str:
-        """SHA-256 of the settings as canonical JSON; where the run folder lies and who watches it are none of them."""
+        """SHA-256 of the settings as canonical JSON; where the run folder lies, who watches it, and the ports of
+        services are none of them."""
         settings = {key: value for key, value in self.to_json().items() if key not in ("folder", "tracking")}
+        settings["services"] = {name: {**service, "port": 0} for name, service in settings["services"].items()}
         return hashlib.sha256(json.dumps(settings, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
@@ -301,8 +314,11 @@ def _did_you_mean(path: Sequence[str]) -> str:
 
 def _section_keys(path: Sequence[str]) -> Sequence[str]:
     section: type[BaseModel] = RunConfig
-    for part in path:
+    parts = iter(path)
+    for part in parts:
         annotation = section.model_fields[part].annotation
+        if get_origin(annotation) is dict:
+            next(parts)
         section = next(
             t for t in (annotation, *get_args(annotation)) if isinstance(t, type) and issubclass(t, BaseModel)
         )

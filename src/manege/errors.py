@@ -22,6 +22,7 @@ __all__ = [
     "NotFoundError",
     "ProtocolError",
     "SandboxError",
+    "ServiceError",
     "StoreError",
     "TrainerError",
     "UnauthorizedError",
@@ -144,6 +145,12 @@ class HarnessError(ManegeError):
     """An agent, setup or scorer program that cannot be started or breaks its contract."""
 
     status, code = 400, "harness_error"
+
+
+class ServiceError(ManegeError):
+    """A service of a run, which agents reach through the gateway, that does not start or does not answer."""
+
+    status, code = 502, "service_error"
 
 
 class TrainerError(ManegeError):

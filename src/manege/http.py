@@ -23,6 +23,7 @@ from starlette.types import Receive
 from manege.errors import BodyTooLargeError, ManegeError, ProtocolError, UnprocessableError
 
 __all__ = [
+    "HOP_HEADERS",
     "MAX_BODY_BYTES",
     "RETRY_AFTER_S",
     "ClientGone",
@@ -31,6 +32,7 @@ __all__ = [
     "error_handlers",
     "read_json",
     "read_object",
+    "read_raw",
     "validated",
 ]
 
@@ -42,8 +44,24 @@ writers and pydantic stop at about 250."""
 _WRITER_DEPTH = 254
 RETRY_AFTER_S = 5
 """After a 503."""
+# fmt: off
+HOP_HEADERS = frozenset((
+    b"connection", b"expect", b"host", b"keep-alive", b"proxy-authenticate", b"proxy-connection", b"te", b"trailer",
+    b"transfer-encoding", b"upgrade",
+))
+# fmt: on
+"""Headers about one connection, https://www.rfc-editor.org/rfc/rfc9110#section-7.6.1, and what each side makes anew."""
 
 T = TypeVar("T")
+
+
+async def read_raw(request: Request, limit_bytes: int = MAX_BODY_BYTES) -> bytes:
+    """The body as it came. Raises BodyTooLargeError."""
+    raw = bytearray()
+    async for part in request.stream():
+        raw += part
+        _check_size(len(raw), limit_bytes)
+    return bytes(raw)
 
 
 async def read_body(request: Request, limit_bytes: int = MAX_BODY_BYTES) -> bytes:
@@ -51,12 +69,9 @@ async def read_body(request: Request, limit_bytes: int = MAX_BODY_BYTES) -> byte
     encoding = request.headers.get("content-encoding", "identity").lower()
     if encoding not in _UNPACKERS:
         raise ProtocolError(f"content-encoding {encoding!r} is not supported; send gzip, zstd or plain")
-    raw = bytearray()
-    async for part in request.stream():
-        raw += part
-        _check_size(len(raw), limit_bytes)
+    raw = await read_raw(request, limit_bytes)
     try:
-        return _UNPACKERS[encoding](bytes(raw), limit_bytes)
+        return _UNPACKERS[encoding](raw, limit_bytes)
     except (zlib.error, zstandard.ZstdError, EOFError) as error:
         raise ProtocolError(f"the body is not valid {encoding}: {error}") from error
 

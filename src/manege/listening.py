@@ -16,12 +16,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-__all__ = ["BACKLOG", "Keyed", "listening", "readable"]
+__all__ = ["BACKLOG", "KEY_HEADERS", "Keyed", "listening", "readable"]
 
 BACKLOG = 2048
 """Connections that wait to be accepted."""
 
-_KEYS = frozenset({b"authorization", b"proxy-authorization", b"x-api-key", b"x-goog-api-key", b"api-key"})
+KEY_HEADERS = frozenset({b"authorization", b"proxy-authorization", b"x-api-key", b"x-goog-api-key", b"api-key"})
 """Headers in which clients send keys. One in the query (`?key=`) stays: it counts less than our header."""
 
 
@@ -33,7 +33,7 @@ class Keyed:
         self._header = (b"authorization", b"Bearer " + key.encode())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = [self._header, *(header for header in scope["headers"] if header[0] not in _KEYS)]
+        headers = [self._header, *(header for header in scope["headers"] if header[0] not in KEY_HEADERS)]
         await self._app({**scope, "headers": headers}, receive, send)
 
 

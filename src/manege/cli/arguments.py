@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from manege.cli.parts import FolderLock
+from manege.cli.services import with_ports
 from manege.client import Client
 from manege.config import KubernetesConfig, RunConfig, WorkspaceConfig, load_config
 from manege.controller.workspaces.git import is_url
@@ -41,7 +42,7 @@ def read_run(arguments: argparse.Namespace) -> RunConfig:
     folder = arguments.run_file.parent.absolute()
     if str(folder) not in sys.path:
         sys.path.append(str(folder))
-    return with_files_of(folder, config)
+    return with_ports(with_files_of(folder, config))
 
 
 def with_files_of(folder: Path, config: RunConfig) -> RunConfig:
@@ -75,6 +76,10 @@ def with_files_of(folder: Path, config: RunConfig) -> RunConfig:
     return config.model_copy(
         update={
             "agent": agent.model_copy(update=programs),
+            "services": {
+                name: service.model_copy(update={"run": program(service.run)})
+                for name, service in config.services.items()
+            },
             "scorer": scorer.model_copy(update=judge),
             "tasks": tasks.model_copy(
                 update={"train": found(tasks.train), "heldout": found(tasks.heldout or "") or None}

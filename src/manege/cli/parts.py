@@ -13,6 +13,7 @@ from typing import IO, TYPE_CHECKING
 from rich.console import Console
 
 from manege.cli.ranks import Ranks, other_ranks
+from manege.cli.services import refuse_services, services_started
 from manege.cli.verl import verl_engine
 from manege.client import Client
 from manege.config import EngineConfig, GatewayConfig, ModelConfig, RunConfig
@@ -109,6 +110,7 @@ async def serving(config: RunConfig, *, train: bool, terminal: str | None = None
     """Everything in this process, for as long as the context lasts; a part that fails ends it with its error."""
     async with AsyncExitStack() as stack:
         model_folder = open_folder(config.model.path)
+        await stack.enter_async_context(services_started(config))
         urls = await stack.enter_async_context(
             engine_servers(config.backend, config.model, model_folder.path, config.run_folder / "engines")
         )
@@ -258,6 +260,7 @@ async def train_engine_alone(config: RunConfig, client: Client) -> AsyncIterator
             f"backend.engines.count = {config.backend.engines.count} does nothing with a gateway elsewhere: start the "
             "engines there, or train without --gateway"
         )
+    refuse_services(config)
     async with client:
         await client.state()
         folder = open_folder(config.model.path)

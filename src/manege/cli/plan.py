@@ -13,6 +13,7 @@ from typing import Any
 from manege.cli.machine import Machine
 from manege.cli.plan_checks import check
 from manege.cli.planned import Planned, engine_gpus
+from manege.cli.services import service_command
 from manege.config import RunConfig
 from manege.engine.commands import PACKAGES, server_command, server_environment, server_package
 from manege.errors import ConfigError
@@ -142,6 +143,8 @@ def _processes(planned: Planned) -> Iterator[tuple[str, str]]:
     yield "manege train", ", ".join(parts)
     if not planned.gateway_url:
         yield "agents", f"{config.controller.slots} at once at most, as processes of this machine"
+    for name, service in config.services.items():
+        yield f"service {name}", service.url or shlex.join(service_command(config, service))
     if backend.kind == "torch" and backend.num_ranks > 1:
         serving = ", also an engine on a free port of 127.0.0.1" if planned.ranks_serve else ""
         each = f"ranks 1-{backend.num_ranks - 1}" if backend.num_ranks > 2 else "rank 1"

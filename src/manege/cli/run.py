@@ -15,6 +15,7 @@ from rich.text import Text
 
 from manege.cli.arguments import add_gateway_arguments, add_run_arguments, connect, read_run, scratch_folder
 from manege.cli.parts import FolderLock, check_agents, controlling, serving
+from manege.cli.services import refuse_services
 from manege.cli.shell import lent_terminal
 from manege.client import Client
 from manege.config import RunConfig, override, parse_config
@@ -116,6 +117,7 @@ async def _client(arguments: argparse.Namespace, config: RunConfig, terminal: st
         async with serving(config, train=False, terminal=terminal) as parts:
             yield parts.client
         return
+    refuse_services(config)
     async with connect(arguments) as client, controlling(client, config, terminal=terminal):
         yield client
 

@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import json
+import re
 import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -125,11 +126,12 @@ def _keep_config(folder: Path, config: RunConfig, arguments: argparse.Namespace,
 
 
 def _changes(old: Any, new: Any, key: str = "") -> Iterator[str]:
-    """`key: old -> new` for every key that differs; where the run folder lies and who watches it are no settings."""
+    """`key: old -> new` for every key that differs; where the run folder lies, who watches it and the ports of services
+    are no settings."""
     if isinstance(old, dict) and isinstance(new, dict):
         for name in sorted(old.keys() | new.keys()):
             yield from _changes(old.get(name), new.get(name), f"{key}.{name}" if key else name)
-    elif old != new and key.partition(".")[0] not in ("folder", "tracking"):
+    elif old != new and not re.fullmatch(r"(folder|tracking)(\..*)?|services\..*\.port", key):
         yield f"{key}: {old!r} -> {new!r}"
 
 

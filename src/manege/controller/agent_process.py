@@ -62,6 +62,7 @@ async def agent_process(
             folders=folders,
             given=launch.env,
             mapped=agent.env,
+            services=config.services,
         ),
         cwd=str(folders.workspace),
         stdout=str(folders.logs / "stdout.txt"),

@@ -7,7 +7,7 @@ what the run's `agent.env` maps from the task.
 import json
 import re
 import ssl
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 from urllib.parse import quote
 
@@ -28,10 +28,11 @@ def agent_environment(
     agent_key: str,
     folders: AttemptFolders,
     mapped: Mapping[str, str],
+    services: Iterable[str] = (),
     given: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """`mapped`: the run's `agent.env`; it has the last word. `given`: what a harness needs. Raises HarnessError for an
-    unknown field in `mapped`."""
+    """`mapped`: the run's `agent.env`; it has the last word. `services`: their names. `given`: what a harness needs.
+    Raises HarnessError for an unknown field in `mapped`."""
     spec = rollout.spec
     path = f"rollout/{quote(spec.id, safe='')}/attempt/{rollout.attempt}"
     events = f"{gateway_url}/api/{path.replace('rollout', 'rollouts', 1)}/events"
@@ -52,6 +53,7 @@ def agent_environment(
         "AGL_OPENAI_BASE_URL": f"{gateway_url}/proxy/{path}/mode/{mode}/openai/v1",
         "AGL_EVENT_URL": events,
         "AGL_KEY": agent_key,
+        **{f"MANEGE_SERVICE_{name.upper()}": f"{gateway_url}/proxy/services/{name}" for name in services},
         **(given or {}),
         **{name: fill(template, spec.task.input, name=name) for name, template in mapped.items()},
     }

@@ -18,7 +18,7 @@ from uvicorn.server import ServerState
 
 from manege.client import Client
 from manege.errors import UnavailableError
-from manege.http import ClientGone, Connection, answer
+from manege.http import HOP_HEADERS, ClientGone, Connection, answer
 from manege.listening import Keyed, listening
 from manege.logs import get_logger, kv
 
@@ -30,14 +30,6 @@ RETRY_S = 0.5
 CONNECT_S = 10.0
 KEEP_ALIVE_S = 120
 """As the gateway does."""
-
-# fmt: off
-_HOP = frozenset((
-    b"connection", b"expect", b"host", b"keep-alive", b"proxy-authenticate", b"proxy-connection", b"te", b"trailer",
-    b"transfer-encoding", b"upgrade",
-))
-# fmt: on
-"""Headers about one connection, https://www.rfc-editor.org/rfc/rfc9110#section-7.6.1, and what each side makes anew."""
 
 _log = get_logger("controller")
 
@@ -86,7 +78,7 @@ class _Relay:
             await answer(body, gone.status)(scope, upload.after, send)
             return
         async with aclosing(response):
-            headers = [header for header in response.headers.raw if header[0].lower() not in _HOP]
+            headers = [header for header in response.headers.raw if header[0].lower() not in HOP_HEADERS]
             await send({"type": "http.response.start", "status": response.status_code, "headers": headers})
             try:
                 async for part in response.aiter_raw():
@@ -103,7 +95,7 @@ class _Relay:
         return httpx.Request(
             scope["method"],
             url,
-            headers=[header for header in scope["headers"] if header[0] not in _HOP],
+            headers=[header for header in scope["headers"] if header[0] not in HOP_HEADERS],
             content=upload.parts() if upload.has_body else None,
             extensions={
                 "timeout": httpx.Timeout(None, connect=CONNECT_S).as_dict(),

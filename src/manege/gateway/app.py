@@ -32,6 +32,7 @@ from manege.gateway.proxy import proxy_routes
 from manege.gateway.rollouts import rollout_routes
 from manege.gateway.runs import run_routes
 from manege.gateway.services import RunSettings, Services
+from manege.gateway.tools import tool_routes
 from manege.gateway.totals import Totals
 from manege.gateway.watchdog import Progress
 from manege.harnesses.harness import Harness, load
@@ -94,6 +95,7 @@ def create_app(
         *lease_routes(services),
         *run_routes(services),
         *model_routes(services),
+        *tool_routes(services),
         *proxy_routes(services),
         *description_routes(),
     ]

@@ -41,7 +41,7 @@ ERRORS = {
     409: "The state does not allow it any more; trying again does not help.",
     413: "The body is too large.",
     422: "A field or a parameter has an impossible value; the message names it.",
-    502: "The engine failed, or answered nonsense.",
+    502: "The engine or a service failed, or answered nonsense.",
     503: "Try again, after the seconds of Retry-After.",
 }
 PATH_PARAMETERS: Mapping[str, JsonObject] = {

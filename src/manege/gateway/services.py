@@ -4,12 +4,12 @@ Settings of a run are read from the store once and kept until the run is put aga
 State that changes lives in the members (gate, feeds, counters), never in this record.
 """
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 
 from pydantic import ValidationError
 
-from manege.config import SamplingConfig
+from manege.config import SamplingConfig, ServiceConfig
 from manege.errors import HarnessError, NotFoundError, UnavailableError
 from manege.gateway.auth import Auth
 from manege.gateway.continuation import Conversation
@@ -35,7 +35,7 @@ __all__ = ["RunSetting", "RunSettings", "Services"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSetting:
-    """What a model call must know of its run."""
+    """What a call must know of its run."""
 
     sampling: SamplingConfig
     """Temperature of training calls and the upper bound on new tokens."""
@@ -43,6 +43,8 @@ class RunSetting:
     """Whose noise is filtered; None: recognised by its headers."""
     common_prompts: bool
     """Whether what differs between rollouts only is filtered too."""
+    tools: Mapping[str, ServiceConfig] = field(default_factory=dict)
+    """What its agents reach through the gateway, by name (`tools.py`)."""
 
 
 class RunSettings:
@@ -82,7 +84,8 @@ class RunSettings:
             agent = config.get("agent", {})
             harness, common_prompts = agent.get("harness"), bool(agent.get("common_prompts"))
             known = self._load_harness(harness) if harness else None
-            return RunSetting(sampling=sampling, harness=known, common_prompts=common_prompts)
+            tools = {name: ServiceConfig.model_validate(each) for name, each in config.get("services", {}).items()}
+            return RunSetting(sampling=sampling, harness=known, common_prompts=common_prompts, tools=tools)
         except (NotFoundError, HarnessError, ValidationError, AttributeError, TypeError):
             # A run of a foreign trainer keeps whatever config it likes.
             return RunSetting(sampling=SamplingConfig(), harness=None, common_prompts=False)

@@ -20,6 +20,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from manege.cli.parts import FolderLock, controlling, gateway_serving
+from manege.cli.services import services_started
 from manege.client import Client
 from manege.config import RunConfig
 from manege.engine.base import Sampling, collect
@@ -117,6 +118,7 @@ async def rollouts_for(config: DictConfig, run: RunConfig, client: Any) -> Async
         _log.warning(kv("sandbox", missing=line))
     async with AsyncExitStack() as stack:
         stack.enter_context(FolderLock(run.run_folder))
+        run = await stack.enter_async_context(services_started(run))
         folder = open_folder(run.model.path)
         limit = min(filter(None, [folder.context_limit, run.model.max_context]))
         engine = ClientEngine(client, model=folder.name, context_limit=limit)

@@ -282,8 +282,13 @@ def _equip(
 def _agent_variables(claim: Claim, config: RunConfig, gateway_url: str) -> dict[str, str]:
     """Those of local agents, less what is about this machine."""
     env = agent_environment(
-        claim.rollout, gateway_url=gateway_url, agent_key=claim.agent_key, folders=_HERE, mapped={}
-    )  # fmt: skip
+        claim.rollout,
+        gateway_url=gateway_url,
+        agent_key=claim.agent_key,
+        folders=_HERE,
+        mapped={},
+        services=config.services,
+    )
     own = {name: value for name, value in env.items() if name not in _OF_THIS_MACHINE}
     task = claim.rollout.spec.task.input
     mapped = {name: fill(template, task, name=name) for name, template in config.agent.env.items()}
