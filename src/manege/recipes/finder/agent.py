@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 
 from openai import OpenAI
 from openai.types.chat import ChatCompletionMessageParam
@@ -26,9 +27,14 @@ DEMONSTRATION = [("What is the pin? It is in pin.txt.", "cat pin.txt"), ("pin=51
 
 def main() -> None:
     """Work until the model answers, gives up the form, or has no turn left."""
+    converse(SYSTEM, DEMONSTRATION)
+
+
+def converse(system: str, demonstration: Sequence[tuple[str, str]]) -> None:
+    """The same, for a prompt: what is asked and replied in it."""
     client = OpenAI()
-    messages: list[ChatCompletionMessageParam] = [{"role": "system", "content": SYSTEM}]
-    for asked, replied in DEMONSTRATION:
+    messages: list[ChatCompletionMessageParam] = [{"role": "system", "content": system}]
+    for asked, replied in demonstration:
         messages.append({"role": "user", "content": asked})
         messages.append({"role": "assistant", "content": replied})
     messages.append({"role": "user", "content": os.environ["QUESTION"]})
