@@ -131,8 +131,9 @@ class ScorerConfig(Section):
 
     run: Program
     """`module:function` called as f(task, attempt) -> float | None, or a command that prints a JSON number or null as
-    its last line; or an object {"reward": ..., "calls": {id: number}, "message": "one line"}, of which the last two may
-    be left out. A command with `{verdict}` in it finds the number of a descriptor there, and writes it to that."""
+    its last line; or an object {"reward": ..., "calls": {id: number}, "message": "one line", "hacks": ["tests were
+    faked"]}, of which all but the first may be left out; `hacks` go into the hack report. A command with `{verdict}` in
+    it finds the number of a descriptor there, and writes it to that."""
     files: dict[str, str] = Field(default_factory=dict)
     """Files of the workspace that only the scorer gets: path to text; `{field}` is replaced by that field of the task,
     hidden ones included."""

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 __all__ = [
+    "REFUSED_REWARD",
     "TERMINAL",
     "TRANSITIONS",
     "Call",
@@ -48,6 +49,9 @@ IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 EngineWire = Literal["vllm", "sglang"]
 """How an engine elsewhere takes token ids; `manege engine` speaks vLLM's wire."""
+
+REFUSED_REWARD = "policy.reward"
+"""Type of the event that an agent posted a reward, where nobody takes its word."""
 
 
 class RolloutState(StrEnum):

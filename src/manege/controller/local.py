@@ -31,7 +31,7 @@ from manege.sandbox.layers import Layers
 from manege.sandbox.probe import require
 from manege.sandbox.spec import Exit
 from manege.store.base import Ending
-from manege.types import JsonObject, Outcome, Rollout
+from manege.types import REFUSED_REWARD, JsonObject, Outcome, Rollout
 
 __all__ = ["LocalRunner"]
 
@@ -148,10 +148,18 @@ class LocalRunner:
     async def _report(self, rollout: Rollout, ended: Exit, judgement: Judgement | None) -> JsonObject:
         """What agent and workspace tried in vain, as events; returns what belongs into the evidence."""
         if judgement is None:
-            events = hack_events(agent=ended.seen)
+            events = hack_events(agent=ended.seen, num_left=ended.num_left)
         else:
-            failure = None if judgement.is_final else judgement.verdict.failure
-            events = hack_events(agent=ended.seen, changed=judgement.changed, scorer=judgement.seen, failure=failure)
+            posted = await self._client.events(rollout.spec.id, event_type=REFUSED_REWARD)
+            events = hack_events(
+                agent=ended.seen,
+                changed=judgement.changed,
+                scorer=judgement.seen,
+                told=judgement.verdict.hacks,
+                failure=None if judgement.is_final else judgement.verdict.failure,
+                num_left=ended.num_left,
+                num_posted=sum(event.attempt == rollout.attempt for event in posted),
+            )
         return await report_hacks(self._client, rollout, events)
 
 

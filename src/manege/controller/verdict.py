@@ -1,13 +1,14 @@
 """What a scorer says. Pure.
 
 A verdict is a finite JSON number, or null for "no verdict", or an object of `reward` (such a verdict) and, if it likes,
-`calls` (finite numbers by the ids of calls of the attempt: what each of them earned) and `message` (a line for people).
-Anything else is never turned into a number: text, NaN, infinity, booleans and calls that nobody made are a failure.
+`calls` (finite numbers by the ids of calls of the attempt: what each of them earned), `message` (a line for people) and
+`hacks` (lines: how the agent's work tried to deceive the scorer; they flag the rollout). Anything else is never turned
+into a number: text, NaN, infinity, booleans and calls that nobody made are a failure.
 """
 
 import json
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ from manege.types import CallId
 
 __all__ = ["Verdict", "parse_verdict"]
 
-_KEYS = frozenset({"reward", "calls", "message"})
+_KEYS = frozenset({"reward", "calls", "message", "hacks"})
 _MESSAGE_CHARS = 500
 
 
@@ -29,6 +30,8 @@ class Verdict:
     """What single calls earned; finite."""
     message: str | None = None
     """The scorer's own words."""
+    hacks: Sequence[str] = ()
+    """How the agent's work tried to deceive the scorer, in its words."""
     failure: str | None = None
     """Why the scorer did not come to an end, or what is wrong with what it said; None: nothing."""
 
@@ -40,18 +43,21 @@ def parse_verdict(text: str, call_ids: Collection[CallId]) -> Verdict:
         value: Any = json.loads(text)
     except (ValueError, RecursionError):
         value = text[:_MESSAGE_CHARS]
-    reward, earned, message = value, {}, None
+    reward, earned, message, hacks = value, {}, None, []
     if isinstance(value, dict) and "reward" in value and value.keys() <= _KEYS:
         reward, earned, message = value["reward"], value.get("calls", {}), value.get("message")
+        hacks = value.get("hacks", [])
     if reward is not None and not _is_finite(reward):
         raise ValueError(
             f"the scorer's verdict is {reward!r}, want a finite number or null (no verdict), "
-            "or an object of `reward` and, if it likes, `calls` and `message`"
+            "or an object of `reward` and, if it likes, `calls`, `message` and `hacks`"
         )
     if not isinstance(earned, dict):
         raise ValueError(f"the scorer's `calls` are {earned!r}, want an object of numbers by the ids of calls")
     if not isinstance(message, str | None):
         raise ValueError(f"the scorer's `message` is {message!r}, want a line of text")
+    if not isinstance(hacks, list) or not all(isinstance(line, str) for line in hacks):
+        raise ValueError(f"the scorer's `hacks` are {hacks!r}, want a list of lines of text")
     for call_id, each in earned.items():
         if not _is_finite(each):
             raise ValueError(f"the scorer's reward of call {call_id!r} is {each!r}, want a finite number")
@@ -61,6 +67,7 @@ def parse_verdict(text: str, call_ids: Collection[CallId]) -> Verdict:
         reward=None if reward is None else float(reward),
         call_rewards={CallId(call_id): float(each) for call_id, each in earned.items()},
         message=None if message is None else message[:_MESSAGE_CHARS],
+        hacks=[line[:_MESSAGE_CHARS] for line in hacks],
     )
 
 

@@ -2,9 +2,9 @@
 
 Nobody writes `model_request`, since calls are shown so. An agent may not write what only we may say (`late.*`,
 `policy.*`, `call.*`, `hack.*`, `kubernetes.*`), and rewards only where the run lets its agents judge themselves:
-`reward` {"value": number} of the rollout, `call_reward` {"call": id, "value": number} of one call. The last one counts,
-so sending it again does no harm. A call's id is that of its answer, as the agent saw it; it is kept without what
-protocols put before it.
+`reward` {"value": number} of the rollout, `call_reward` {"call": id, "value": number} of one call. Elsewhere that it
+tried is kept. The last one counts, so sending it again does no harm. A call's id is that of its answer, as the agent
+saw it; it is kept without what protocols put before it.
 """
 
 import re
@@ -21,7 +21,7 @@ from manege.gateway.auth import AgentIdentity
 from manege.gateway.declare import asks, takes
 from manege.gateway.services import Services
 from manege.http import answer, validated
-from manege.types import CallId, Event, RolloutId
+from manege.types import REFUSED_REWARD, CallId, Event, JsonObject, RolloutId
 
 __all__ = ["event_routes"]
 
@@ -55,6 +55,7 @@ class _LogQuery(BaseModel):
 
 
 _REWARD, _CALL_REWARD = TypeAdapter(_Reward), TypeAdapter(_CallReward)
+_REWARDS = ("reward", "call_reward")
 _BEFORE_ID = re.compile(r"^(chatcmpl-|cmpl-|resp_|msg_)")
 """What protocols put before a call's id; Gemini's shows it as it is."""
 
@@ -76,25 +77,21 @@ class _Events:
     @takes(_NewEvent, MAX_EVENT_BYTES)
     async def append(self, _request: Request, body: _NewEvent, identity: AgentIdentity) -> Response:
         """Append to an attempt's log, also with the agent's key; rewards only where `reward_from` is `agent`."""
-        services = self._services
         if body.event_type == CALL_EVENT:
             raise ForbiddenError(f"events of type {CALL_EVENT!r} are calls that the gateway recorded; use another name")
         if not identity.is_operator:
-            _check_agent_may(identity, body.event_type)
+            try:
+                _check_agent_may(identity, body.event_type)
+            except ForbiddenError:
+                if body.event_type in _REWARDS:
+                    await self._add(identity, REFUSED_REWARD, {})
+                raise
         data = body.data
         if body.event_type == "reward":
             validated(_REWARD, data)
         if body.event_type == "call_reward":
             data = data | {"call": await self._rewarded_call(identity, validated(_CALL_REWARD, data).call)}
-        event = Event(
-            rollout_id=identity.rollout_id,
-            attempt=identity.attempt,
-            event_type=body.event_type,
-            data=data,
-            timestamp_s=services.clock(),
-        )
-        await services.store.add_event(event)
-        return answer(lightning.event_view(event))
+        return answer(lightning.event_view(await self._add(identity, body.event_type, data)))
 
     @asks(_LogQuery)
     async def list(self, request: Request, query: _LogQuery) -> Response:
@@ -108,6 +105,17 @@ class _Events:
         views = [view for view in views if wanted in (None, view["event_type"])]
         return answer(lightning.triplets(views) if query.format else views)
 
+    async def _add(self, identity: AgentIdentity, event_type: str, data: JsonObject) -> Event:
+        event = Event(
+            rollout_id=identity.rollout_id,
+            attempt=identity.attempt,
+            event_type=event_type,
+            data=data,
+            timestamp_s=self._services.clock(),
+        )
+        await self._services.store.add_event(event)
+        return event
+
     async def _rewarded_call(self, identity: AgentIdentity, shown: str) -> CallId:
         """Raises UnprocessableError for one that the attempt did not make."""
         call_id = CallId(_BEFORE_ID.sub("", shown))
@@ -117,12 +125,12 @@ class _Events:
 
 def _check_agent_may(identity: AgentIdentity, event_type: str) -> None:
     if identity.is_scorer:
-        if event_type not in ("reward", "call_reward"):
+        if event_type not in _REWARDS:
             raise ForbiddenError(f"a scorer's key is good for rewards, not for events of type {event_type!r}")
         return
     if event_type.startswith(OUR_EVENTS):
         raise ForbiddenError(f"events of type {event_type!r} are written by manege; choose another name")
-    if event_type in ("reward", "call_reward") and identity.rollout.spec.reward_from != "agent":
+    if event_type in _REWARDS and identity.rollout.spec.reward_from != "agent":
         raise ForbiddenError(
             'this run is judged by its scorer; an agent may post rewards only with scorer.reward_from = "agent"'
         )

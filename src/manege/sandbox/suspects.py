@@ -26,6 +26,8 @@ _HISTORY = re.compile(r"/\.git/(objects|packed-refs|logs|refs|index|ORIG_HEAD|FE
 _HOOK = re.compile(r"/(site|user)customize\.py$|\.pth$|/ld\.so\.preload$|/conftest\.py$")
 """Files that other programs run; an agent may write the last three in folders of its own."""
 _INTERPRETER_HOOK = re.compile(r"/(site|user)customize\.py$")
+_PROGRAM = re.compile(r"/bin/(python|pytest|pip|git|sh|bash)[\d.]*$")
+"""Of an environment or the system; an agent may make its own in folders of its own."""
 
 # fmt: off
 _SHELLS = frozenset({"sh", "bash", "dash", "zsh"})
@@ -76,7 +78,9 @@ class Suspects:
     """What is suspicious of one agent."""
 
     own: Sequence[str]
-    """Folders that it may write, files and folders that it was given to read."""
+    """Folders that it may write."""
+    given: Sequence[str]
+    """Files and folders that it was given to read."""
     private: Sequence[str]
     """What it may not see: what there is in them is suspicious."""
     home: str
@@ -100,11 +104,13 @@ class Suspects:
         path = os.path.normpath(path)
         if self._is_own(path):
             return _told("file", f"write {path}", flags=True) if writes and _INTERPRETER_HOOK.search(path) else None
-        if writes and _HOOK.search(path):
+        if writes and (_HOOK.search(path) or _PROGRAM.search(path)):
             return _told("file", f"write {path}", flags=True)
+        if any(_is_in(path, each) for each in self.given):
+            return None
         if _SECRET.search(path):
             return _told("file", path, flags=True)
-        if any(each == path or each.startswith(path.rstrip("/") + "/") for each in self.own):
+        if any(each == path or each.startswith(path.rstrip("/") + "/") for each in (*self.own, *self.given)):
             return None  # on the way to its own: harnesses look for their files in every folder above
         is_private = path == self.home or any(_is_in(path, each) for each in self.private)
         if (is_private or _HISTORY.search(path)) and os.path.lexists(path):

@@ -78,7 +78,8 @@ def suspects_of(spec: ProcessSpec) -> Suspects:
     policy = spec.policy
     assert policy is not None
     return Suspects(
-        own=_names([*policy.writable, *policy.readable, *policy.folders]),
+        own=_names([*policy.writable, *policy.folders]),
+        given=_names(policy.readable),
         private=_names(policy.private),
         home=pwd.getpwuid(os.getuid()).pw_dir,
         path=spec.env.get("PATH", os.defpath),
