@@ -1,0 +1,117 @@
+"""An agent that answers questions by a search service, over several turns.
+
+An ordinary program. It takes its model endpoint from OPENAI_BASE_URL and OPENAI_API_KEY, the service's address from
+MANEGE_SERVICE_SEARCH and its question from QUESTION; its answer is the last line on stdout. With SEARCH_PROTOCOL=tools
+the model calls a tool and answers in words; with `text` it writes SEARCH or ANSWER at the beginning of a line, for
+models that know no tools. SEARCH_TOP_K, MAX_TURNS and MAX_REPLY_TOKENS bound what it sees and says.
+"""
+
+import json
+import os
+import re
+import sys
+import urllib.request
+from typing import Any
+
+from openai import OpenAI
+
+TOP_K = int(os.environ.get("SEARCH_TOP_K", "3"))
+MAX_TURNS = int(os.environ.get("MAX_TURNS", "6"))
+MAX_REPLY_TOKENS = int(os.environ.get("MAX_REPLY_TOKENS", "500"))
+
+WITH_TOOLS = (
+    "Answer the question. Search as often as you need, for one thing at a time; passages may lead to others. "
+    "When you know the answer, reply with the answer alone: a name or a few words, without a sentence around it."
+)
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "search",
+        "description": "Find passages of the corpus.",
+        "parameters": {
+            "type": "object",
+            "properties": {"query": {"type": "string", "description": "What to look for."}},
+            "required": ["query"],
+        },
+    },
+}
+WITH_TEXT = "Look up facts. Reply with one line only: SEARCH name, or ANSWER name."
+DEMONSTRATION = [
+    ("Who founded the employer of Ivan Petrov?", "SEARCH Ivan Petrov"),
+    ("Ivan Petrov works for Bell Tea House.", "SEARCH Bell Tea House"),
+    ("Bell Tea House was founded by Maria Lopez.", "ANSWER Maria Lopez"),
+]
+
+
+def main() -> None:
+    """Search until the model answers, or has no turn left."""
+    by_text = os.environ.get("SEARCH_PROTOCOL", "tools") == "text"
+    answer = answer_by_text(os.environ["QUESTION"]) if by_text else answer_by_tools(os.environ["QUESTION"])
+    if answer is not None:
+        print(answer)
+
+
+def answer_by_tools(question: str) -> str | None:
+    """The first reply without a tool call."""
+    client = OpenAI()
+    messages: list[Any] = [{"role": "system", "content": WITH_TOOLS}, {"role": "user", "content": question}]
+    tools: list[Any] = [TOOL]
+    for _ in range(MAX_TURNS):
+        completion = client.chat.completions.create(
+            model="default", messages=messages, tools=tools, max_tokens=MAX_REPLY_TOKENS
+        )
+        reply = completion.choices[0].message
+        if not reply.tool_calls:
+            return " ".join((reply.content or "").split())
+        messages.append(reply.model_dump(exclude_none=True))
+        for call in reply.tool_calls:
+            found = search_for(call.function.arguments) if call.type == "function" else "there is no such tool"
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": found})
+    print("no turn left", file=sys.stderr)
+    return None
+
+
+def answer_by_text(question: str) -> str | None:
+    """What follows ANSWER; a reply that is neither ends the work."""
+    client = OpenAI()
+    messages: list[Any] = [{"role": "system", "content": WITH_TEXT}]
+    for asked, replied in DEMONSTRATION:
+        messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": replied}]
+    messages.append({"role": "user", "content": question})
+    for _ in range(MAX_TURNS):
+        completion = client.chat.completions.create(model="default", messages=messages, max_tokens=MAX_REPLY_TOKENS)
+        reply = completion.choices[0].message.content or ""
+        said = re.match(r"\s*(SEARCH|ANSWER)[ :]+([^\n]*\w[^\n]*)", reply)
+        if said is None:
+            print(f"neither SEARCH nor ANSWER: {reply!r}", file=sys.stderr)
+            return None
+        if said[1] == "ANSWER":
+            return said[2].strip()
+        messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": search(said[2])}]
+    print("no turn left", file=sys.stderr)
+    return None
+
+
+def search_for(arguments: str) -> str:
+    """What a tool call gets, also one that is not well formed."""
+    try:
+        query = json.loads(arguments)["query"]
+    except (ValueError, KeyError, TypeError):
+        return 'the arguments must be {"query": "what to look for"}'
+    return search(str(query))
+
+
+def search(query: str) -> str:
+    """The best passages, one a line."""
+    request = urllib.request.Request(
+        os.environ["MANEGE_SERVICE_SEARCH"] + "/search",
+        json.dumps({"queries": [query], "top_k": TOP_K}).encode(),
+        {"content-type": "application/json", "authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"},
+    )
+    with urllib.request.urlopen(request, timeout=120) as response:
+        [passages] = json.load(response)["results"]
+    return "\n".join(f"{passage['title']}: {passage['text']}" for passage in passages) or "nothing was found"
+
+
+if __name__ == "__main__":
+    main()
