@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -53,6 +53,7 @@ __all__ = [
     "TrackingConfig",
     "TrainConfig",
     "WorkspaceConfig",
+    "changed_settings",
     "load_config",
     "override",
     "parse_config",
@@ -230,11 +231,22 @@ class RunConfig(Section):
         return self.model_dump(mode="json", exclude={"gateway": {"key"}})
 
     def digest(self) -> str:
-        """SHA-256 of the settings as canonical JSON; where the run folder lies, who watches it, and the ports of
-        services are none of them."""
+        """SHA-256 of the settings as canonical JSON; where the run folder lies, who watches it, the ports of services
+        and the address of Ray are none of them."""
         settings = {key: value for key, value in self.to_json().items() if key not in ("folder", "tracking")}
         settings["services"] = {name: {**service, "port": 0} for name, service in settings["services"].items()}
+        settings["backend"]["ray_address"] = None
         return hashlib.sha256(json.dumps(settings, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def changed_settings(old: Any, new: Any, key: str = "") -> Iterator[str]:
+    """`key: old -> new` for every setting that differs between two `RunConfig.to_json`; those that `digest` leaves out
+    are none."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in sorted(old.keys() | new.keys()):
+            yield from changed_settings(old.get(name), new.get(name), f"{key}.{name}" if key else name)
+    elif old != new and not re.fullmatch(r"(folder|tracking)(\..*)?|services\..*\.port|backend\.ray_address", key):
+        yield f"{key}: {old!r} -> {new!r}"
 
 
 def load_config(path: Path, overrides: Sequence[str] = (), *, quick: bool = False) -> RunConfig:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from manege.config import load_config, parse_config
+from manege.config import changed_settings, load_config, parse_config
 from manege.errors import ConfigError
 
 GOOD = """
@@ -144,3 +144,14 @@ def test_a_stored_run_reads_back_as_the_same_config(run_file, mismatch):
     keys = ["ratio=decoupled", f"mismatch_level={mismatch}", "weighting=constant", "constant_tokens=9"]
     config = load_config(run_file, [f"credit.{key}" for key in keys])
     assert parse_config(config.to_json()) == config
+
+
+def test_where_a_run_lives_is_no_setting_and_all_else_is(run_file):
+    verl = ["backend.kind=verl", "backend.nodes=2"]
+    old = load_config(run_file, [*verl, "folder=a", "backend.ray_address=10.0.0.1:20001"])
+    new = load_config(run_file, [*verl, "folder=b", "backend.ray_address=10.0.0.7:20002", "tracking.tensorboard=true"])
+    assert list(changed_settings(old.to_json(), new.to_json())) == []
+    assert old.digest() == new.digest()
+    other = load_config(run_file, ["backend.kind=verl", "backend.nodes=3"])
+    assert list(changed_settings(old.to_json(), other.to_json())) == ["backend.nodes: 2 -> 3"]
+    assert old.digest() != other.digest()

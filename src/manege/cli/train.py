@@ -3,10 +3,9 @@
 import argparse
 import asyncio
 import json
-import re
 import shlex
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from manege.cli.dry_run import add_dry_run_arguments, dry_run, refuse_without_dr
 from manege.cli.parts import FolderLock, Parts, check_agents, serving, train_engine_alone
 from manege.cli.view import TrainView, summary
 from manege.client import Client
-from manege.config import RunConfig
+from manege.config import RunConfig, changed_settings
 from manege.errors import ConfigError
 from manege.trainer.durable import write_text
 from manege.trainer.loop import Trainer
@@ -114,7 +113,7 @@ def _keep_config(folder: Path, config: RunConfig, arguments: argparse.Namespace,
     """A resumed run must be the same run: another seed, model or task set would mix two trainings in one record."""
     path, new = folder / "config.json", config.to_json()
     if arguments.resume and path.exists():
-        changes = list(_changes(json.loads(path.read_text(encoding="utf-8")), new))
+        changes = list(changed_settings(json.loads(path.read_text(encoding="utf-8")), new))
         if changes and not arguments.allow_changes:
             raise ConfigError(
                 f"--resume: the run in {folder} has another config: {'; '.join(changes)}. Give the overrides that it "
@@ -123,16 +122,6 @@ def _keep_config(folder: Path, config: RunConfig, arguments: argparse.Namespace,
         for change in changes:
             console.print(f"changed: {change}", highlight=False, soft_wrap=True)
     write_text(path, json.dumps(new, indent=1))
-
-
-def _changes(old: Any, new: Any, key: str = "") -> Iterator[str]:
-    """`key: old -> new` for every key that differs; where the run folder lies, who watches it and the ports of services
-    are no settings."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        for name in sorted(old.keys() | new.keys()):
-            yield from _changes(old.get(name), new.get(name), f"{key}.{name}" if key else name)
-    elif old != new and not re.fullmatch(r"(folder|tracking)(\..*)?|services\..*\.port", key):
-        yield f"{key}: {old!r} -> {new!r}"
 
 
 def _resume_command(arguments: argparse.Namespace) -> str:
