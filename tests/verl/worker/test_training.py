@@ -44,7 +44,7 @@ def test_reward_rises_though_a_rank_is_killed_on_the_way(tmp_path):
     os.kill(ranks[0], signal.SIGKILL)
     code, _, err = finish(process)
     assert code == 2, err
-    assert "rank 0 of 2 died" in err
+    assert "rank 0 (127.0.0.2) of 2 died" in err
     assert "--resume" in err
     deadline = time.monotonic() + 30
     while (left := descendants_of(folder)) and time.monotonic() < deadline:

@@ -61,7 +61,7 @@ class Ranks:
             left_s = self._timeout_s - (time.monotonic() - started)
             done, waiting = ray.wait(waiting, num_returns=1, timeout=max(0.0, left_s))
             if not done:
-                hung = ", ".join(str(asked.index(each)) for each in waiting)
+                hung = ", ".join(self._named(asked.index(each)) for each in waiting)
                 raise self._end(
                     f"`{method}` took longer than backend.timeout_s = {self._timeout_s:g} s on ranks {hung} of "
                     f"{len(asked)}: a rank or a collective hangs"
@@ -98,6 +98,10 @@ class Ranks:
         self.end()
         return self._lost
 
+    def _named(self, rank: int) -> str:
+        """With its machine, once that is known."""
+        return f"{rank} ({self.places[rank].machine})" if self.places else str(rank)
+
     def _cause(self, method: str, asked: Sequence[Any], first: RayError) -> str:
         """A rank that died breaks the others' connections, and they may tell of it first."""
         failed: dict[int, RayError] = {}
@@ -109,10 +113,11 @@ class Ranks:
                 failed[asked.index(answer)] = error
         for rank, error in failed.items():
             if isinstance(error, RayActorError):
-                return f"rank {rank} of {len(asked)} died in `{method}`: {_first_line(error)}"
+                return f"rank {self._named(rank)} of {len(asked)} died in `{method}`: {_first_line(error)}"
         rank, error = next(iter(failed.items()), (0, first))
         cause = error.cause if isinstance(error, RayTaskError) else error
-        return f"rank {rank} of {len(asked)} failed in `{method}`: {type(cause).__name__}: {_first_line(cause)}"
+        reason = f"{type(cause).__name__}: {_first_line(cause)}"
+        return f"rank {self._named(rank)} of {len(asked)} failed in `{method}`: {reason}"
 
 
 @contextmanager

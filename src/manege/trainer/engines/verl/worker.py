@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import ray
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
@@ -46,6 +47,8 @@ class Place:
     """The first of its model-parallel group."""
     num_parameters: int
     """Of the whole model."""
+    machine: str
+    """Its address in Ray's cluster."""
     pid: int
 
 
@@ -66,6 +69,7 @@ class RankWorker(TrainingWorker):
             data_rank=self.engine.get_data_parallel_rank(),
             answers=self.engine.is_mp_src_rank_with_outputs(),
             num_parameters=sum(parameter.numel() for module in modules for parameter in module.parameters()),
+            machine=ray.util.get_node_ip_address(),
             pid=os.getpid(),
         )
 
