@@ -73,7 +73,8 @@ class AgentConfig(Section):
     common_prompts: bool = False
     """Take dates and session ids out of a known harness's prompts, so that the rollouts of a group begin alike."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Environment of the agent; `{field}` is replaced by that field of the task's input."""
+    """Environment of the agent; `{field}` is replaced by that field of the task's input, and `{PATH}`, on this machine,
+    by what that would be without."""
     setup: Program | None = None
     """Run before the agent, outside its sandbox, to prepare the workspace: f(task, workspace)."""
     workspace: WorkspaceConfig | None = None

@@ -32,6 +32,7 @@ from manege.gateway.server import GatewayServer
 from manege.logs import get_logger, kv
 from manege.model.folder import ModelFolder, open_folder
 from manege.rendering.select import renderer_for
+from manege.sandbox.launcher import search_path
 from manege.sandbox.probe import probe, require
 from manege.store.sql import SqlStore
 from manege.trainer.engines.base import TrainEngine
@@ -100,7 +101,7 @@ def check_agents(config: RunConfig, tasks: Sequence[Task], console: Console) -> 
     for line in require(config.sandbox, probe()).missing():
         console.print(f"sandbox: {line}", highlight=False, soft_wrap=True)
     for name, template in config.agent.env.items():
-        fill(template, tasks[0].input, name=name)
+        fill(template, tasks[0].input, name=name, path=search_path())
     if config.agent.harness is not None:
         task_text(config.agent, tasks[0].input)
 

@@ -34,11 +34,12 @@ def agent_environment(
     """`mapped`: the run's `agent.env`; it has the last word. `services`: their names. `given`: what a harness needs.
     Raises HarnessError for an unknown field in `mapped`."""
     spec = rollout.spec
+    system = system_environment(home=str(folders.home), scratch=str(folders.scratch)) | (given or {})
     path = f"rollout/{quote(spec.id, safe='')}/attempt/{rollout.attempt}"
     events = f"{gateway_url}/api/{path.replace('rollout', 'rollouts', 1)}/events"
     mode = "train" if spec.is_train else "val"
     return {
-        **system_environment(home=str(folders.home), scratch=str(folders.scratch)),
+        **system,
         **_quick_tls(gateway_url),
         "OPENAI_BASE_URL": f"{gateway_url}/v1",
         "OPENAI_API_KEY": agent_key,
@@ -55,7 +56,7 @@ def agent_environment(
         "AGL_KEY": agent_key,
         **{f"MANEGE_SERVICE_{name.upper()}": f"{gateway_url}/proxy/services/{name}" for name in services},
         **(given or {}),
-        **{name: fill(template, spec.task.input, name=name) for name, template in mapped.items()},
+        **{name: fill(text, spec.task.input, name=name, path=system["PATH"]) for name, text in mapped.items()},
     }
 
 
@@ -64,8 +65,9 @@ def system_environment(*, home: str, scratch: str) -> dict[str, str]:
     return {"PATH": search_path(), "HOME": home, "TMPDIR": scratch, "LANG": "C.UTF-8"}
 
 
-def fill(template: str, fields: JsonObject, *, name: str) -> str:
-    """A value of `agent.env`, from the task's input. Raises HarnessError."""
+def fill(template: str, fields: JsonObject, *, name: str, path: str | None = None) -> str:
+    """A value of `agent.env`, from the task's input. `path`: what stands for `{PATH}`. Raises HarnessError."""
+    fields = fields if path is None else {"PATH": path, **fields}
     return fill_from(template, fields, setting=f"agent.env.{name}", source="the task's input")
 
 

@@ -1,0 +1,125 @@
+"""Build coding tasks from real packages: `python -m manege.recipes.coding.build`.
+
+In: `packages.toml` and a seed. Out: `tasks.jsonl` in the folder, a row per task in the columns of SWE-smith, the same
+for the same seed byte for byte. What is done is kept per package: a second call goes on, or only adds what is missing.
+"""
+
+import argparse
+import asyncio
+import hashlib
+import json
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+
+from manege.errors import ManegeError
+from manege.recipes.coding.bench import Bench
+from manege.recipes.coding.packages import Package, select
+from manege.recipes.coding.places import Places, default_folder
+from manege.recipes.coding.prepare import prepare
+from manege.recipes.coding.statement import describe
+from manege.recipes.coding.validate import Bug, examine, find_bugs
+from manege.sandbox.launcher import Launcher
+from manege.sandbox.probe import probe
+
+__all__ = ["build", "main", "row"]
+
+_TRIES = 8
+"""Bugs tried for each one that is wanted, at most."""
+_PER_FUNCTION = 2
+"""Tasks."""
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m manege.recipes.coding.build", description=__doc__)
+    parser.add_argument("folder", nargs="?", type=Path, default=default_folder(), help="default: %(default)s")
+    parser.add_argument("--packages", default="", metavar="A,B", help="only these")
+    parser.add_argument("--per-package", type=int, default=12, metavar="N", help="tasks (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    try:
+        packages = select([name for name in arguments.packages.split(",") if name])
+        asyncio.run(build(Places(arguments.folder.absolute()), packages, arguments.per_package, arguments.seed))
+    except ManegeError as error:
+        sys.exit(f"build: {error}")
+
+
+async def build(places: Places, packages: Sequence[Package], per_package: int, seed: int) -> Sequence[Mapping]:
+    """The rows, which are also written. A package that fails is told and left out. Raises ManegeError if all fail."""
+    launcher = Launcher()
+    rows, failures = [], []
+    try:
+        bench = Bench(launcher=launcher, layers=probe(), places=places)
+        for package in packages:
+            try:
+                bugs = await _bugs(bench, package, per_package, seed)
+                released = _released(places.source(package.name))
+                rows += [row(package, bug, released) for bug in bugs]
+            except ManegeError as error:
+                print(f"{package.name}: {error}", file=sys.stderr)
+                failures.append(error)
+    finally:
+        await launcher.close()
+    if failures and not rows:
+        raise failures[0]
+    places.tasks.write_text("".join(json.dumps(each) + "\n" for each in rows), encoding="utf-8")
+    print(f"{len(rows)} tasks from {len({each['repo'] for each in rows})} packages in {places.tasks}")
+    return rows
+
+
+def row(package: Package, bug: Bug, released: str) -> Mapping[str, str | list[str]]:
+    """A task in SWE-smith's columns (https://huggingface.co/datasets/SWE-bench/SWE-smith)."""
+    digest = hashlib.sha256(bug.patch.encode()).hexdigest()[:8]
+    return {
+        "instance_id": f"{package.release}.{bug.kind}__{digest}",
+        "repo": f"pypi/{package.release}",
+        "patch": bug.patch,
+        "FAIL_TO_PASS": list(bug.failing),
+        "PASS_TO_PASS": list(bug.passing),
+        "image_name": "",
+        "problem_statement": describe(package, bug),
+        "created_at": released,
+    }
+
+
+async def _bugs(bench: Bench, package: Package, per_package: int, seed: int) -> Sequence[Bug]:
+    """Those that were found before, or now."""
+    made = bench.places.made(package.name)
+    want = {"version": package.version, "per_package": per_package, "seed": seed}
+    if made.exists() and (known := json.loads(made.read_text(encoding="utf-8")))["want"] == want:
+        return [Bug(**fields) for fields in known["bugs"]]
+    began_s = time.monotonic()
+    await asyncio.to_thread(prepare, package, bench.places)
+    healthy = await examine(bench, package)
+    bugs, num_tried, per_function = list[Bug](), 0, Counter[str]()
+    async for bug in find_bugs(bench, package, healthy, seed):
+        num_tried += 1
+        if bug is not None and per_function[bug.function] < _PER_FUNCTION:
+            per_function[bug.function] += 1
+            bugs.append(bug)
+        if len(bugs) == per_package or num_tried == _TRIES * per_package:
+            break
+    kept = {"want": want, "flaky": healthy.flaky, "bugs": [asdict(bug) for bug in bugs]}
+    made.parent.mkdir(exist_ok=True)
+    made.write_text(json.dumps(kept), encoding="utf-8")
+    print(
+        f"{package.name} {package.version}: {len(bugs)} tasks of {num_tried} bugs, {len(healthy.tests)} tests in "
+        f"{healthy.seconds:.1f} s, {len(healthy.flaky)} flaky, {(time.monotonic() - began_s) / 60:.1f} minutes",
+        flush=True,
+    )
+    return bugs
+
+
+def _released(source: Path) -> str:
+    """When the newest file of a release is from."""
+    newest = max(file.stat().st_mtime for file in source.rglob("*") if file.is_file())
+    return datetime.fromtimestamp(int(newest), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+if __name__ == "__main__":
+    main()
