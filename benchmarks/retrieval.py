@@ -37,9 +37,9 @@ SYLLABLES = [c + v + e for c in "bcdfghklmnprstvw" for v in "aeiou" for e in (""
 def vocabulary(rng):
     """Words by rank; frequent ones are shorter, as they are in any language."""
     words = dict.fromkeys(COMMON.split())
-    while len(words) < VOCABULARY:
-        num = 2 + (len(words) > 2_000) + (len(words) > 200_000)
-        words["".join(rng.choice(SYLLABLES, num))] = None
+    for num, last in ((2, 2_000), (3, 200_000), (4, VOCABULARY)):
+        while len(words) < last:
+            words.update(dict.fromkeys(map("".join, rng.choice(SYLLABLES, (last - len(words), num)).tolist())))
     return np.array(list(words), dtype=object)
 
 

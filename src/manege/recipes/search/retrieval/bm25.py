@@ -57,10 +57,10 @@ class BM25Index:
         return [self._search(query, top_k) for query in queries]
 
     def _search(self, query: str, top_k: int) -> list[tuple[int, float]]:
-        words = list(words_of(query, Stems()))
-        if not words:
+        ids = self._bm25.get_tokens_ids(list(words_of(query, Stems())))
+        if not ids:
             return []
-        scores_N = self._bm25.get_scores(words)
+        scores_N = self._bm25.get_scores_from_ids(ids)
         found = np.flatnonzero(scores_N)
         if len(found) > top_k:
             scores = scores_N[found]
@@ -105,7 +105,7 @@ class _Counts:
             num_with_V += np.bincount(words_P, minlength=len(num_with_V))
         indptr = np.concatenate([[0], np.cumsum(num_with_V)])
         lengths_N = np.asarray(self._lengths, np.float64)
-        num, mean = len(lengths_N), max(lengths_N.mean(), 1.0)
+        num, mean = len(lengths_N), lengths_N.mean() or 1.0
         idf_V = np.log1p((num - num_with_V + 0.5) / (num_with_V + 0.5))
         norm_N = K1 * (1 - B + B * lengths_N / mean)
         shape = (int(indptr[-1]),)
