@@ -34,7 +34,7 @@ def agent_environment(
     """`mapped`: the run's `agent.env`; it has the last word. `services`: their names. `given`: what a harness needs.
     Raises HarnessError for an unknown field in `mapped`."""
     spec = rollout.spec
-    system = system_environment(home=str(folders.home), scratch=str(folders.scratch)) | (given or {})
+    system = system_environment(home=str(folders.home), scratch=str(folders.scratch)) | dict(given or {})
     path = f"rollout/{quote(spec.id, safe='')}/attempt/{rollout.attempt}"
     events = f"{gateway_url}/api/{path.replace('rollout', 'rollouts', 1)}/events"
     mode = "train" if spec.is_train else "val"

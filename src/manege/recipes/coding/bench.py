@@ -38,11 +38,10 @@ class Bench:
         *,
         changed: Mapping[str, str] | None = None,
         only: Sequence[str] | None = None,
-        stop: bool = False,
         trace: bool = False,
         timeout_s: float,
     ) -> Results | None:
-        """`changed`: texts by path; `only`, `stop`, `trace`: see `Request`. Raises HarnessError."""
+        """`changed`: texts by path; `only`, `trace`: see `Request`. Raises HarnessError."""
         with TemporaryDirectory(prefix="manege-bench-") as folder:
             workspace, scratch, python = (
                 Path(folder, "workspace"),
@@ -59,7 +58,6 @@ class Bench:
                 files=package.tests if only is None else sorted({test_file(test) for test in only}),
                 results=str(scratch / "results.jsonl"),
                 only=only,
-                stop=stop,
                 trace=trace,
             )
             spec = ProcessSpec(

@@ -10,7 +10,6 @@ import hashlib
 import json
 import sys
 import time
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -67,7 +66,7 @@ async def build(places: Places, packages: Sequence[Package], per_package: int, s
         await launcher.close()
     if failures and not rows:
         raise failures[0]
-    places.tasks.write_text("".join(json.dumps(each) + "\n" for each in rows), encoding="utf-8")
+    _write(places.tasks, "".join(json.dumps(each) + "\n" for each in rows))
     print(f"{len(rows)} tasks from {len({each['repo'] for each in rows})} packages in {places.tasks}")
     return rows
 
@@ -88,31 +87,39 @@ def row(package: Package, bug: Bug, released: str) -> Mapping[str, str | list[st
 
 
 async def _bugs(bench: Bench, package: Package, per_package: int, seed: int) -> Sequence[Bug]:
-    """Those that were found before, or now."""
+    """Those that were found before, and now; kept one by one."""
     made = bench.places.made(package.name)
-    want = {"version": package.version, "per_package": per_package, "seed": seed}
-    if made.exists() and (known := json.loads(made.read_text(encoding="utf-8")))["want"] == want:
-        return [Bug(**fields) for fields in known["bugs"]]
+    known = json.loads(made.read_text(encoding="utf-8")) if made.exists() else {}
+    if (known.get("version"), known.get("seed")) != (package.version, seed):
+        known = {"version": package.version, "seed": seed, "num_tried": 0, "bugs": []}
+    bugs, num_tried = [Bug(**fields) for fields in known["bugs"]], known["num_tried"]
+    if len(bugs) >= per_package or num_tried >= _TRIES * per_package:
+        return bugs[:per_package]
     began_s = time.monotonic()
     await asyncio.to_thread(prepare, package, bench.places)
     healthy = await examine(bench, package)
-    bugs, num_tried, per_function = list[Bug](), 0, Counter[str]()
-    async for bug in find_bugs(bench, package, healthy, seed):
+    async for bug in find_bugs(bench, package, healthy, seed=seed, after=num_tried):
         num_tried += 1
-        if bug is not None and per_function[bug.function] < _PER_FUNCTION:
-            per_function[bug.function] += 1
+        if bug is not None and sum(each.function == bug.function for each in bugs) < _PER_FUNCTION:
             bugs.append(bug)
+        kept = {**known, "flaky": healthy.flaky, "num_tried": num_tried, "bugs": [asdict(bug) for bug in bugs]}
+        _write(made, json.dumps(kept))
         if len(bugs) == per_package or num_tried == _TRIES * per_package:
             break
-    kept = {"want": want, "flaky": healthy.flaky, "bugs": [asdict(bug) for bug in bugs]}
-    made.parent.mkdir(exist_ok=True)
-    made.write_text(json.dumps(kept), encoding="utf-8")
     print(
         f"{package.name} {package.version}: {len(bugs)} tasks of {num_tried} bugs, {len(healthy.tests)} tests in "
         f"{healthy.seconds:.1f} s, {len(healthy.flaky)} flaky, {(time.monotonic() - began_s) / 60:.1f} minutes",
         flush=True,
     )
     return bugs
+
+
+def _write(file: Path, text: str) -> None:
+    """All of it, or nothing."""
+    file.parent.mkdir(exist_ok=True)
+    part = file.with_suffix(".part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(file)
 
 
 def _released(source: Path) -> str:

@@ -89,8 +89,6 @@ def main() -> None:
     settings = Path(request["results"]).with_name("settings.ini")
     settings.write_text("[pytest]\n", encoding="utf-8")
     options = ["-q", "--rootdir", root, "-c", str(settings), "-p", "no:cacheprovider", "-p", "no:junitxml"]
-    if request["stop"]:
-        options.append("-x")
     code = pytest.main([*options, *request["files"]], plugins=[report])
     report.write("", "end", code=int(code))
 

@@ -29,8 +29,6 @@ class Request:
     """A file to write to."""
     only: Sequence[str] | None = None
     """Ids of tests; None: all of the files."""
-    stop: bool = False
-    """After the first test that fails."""
     trace: bool = False
     """Write down which functions of the workspace each test enters."""
     token: str = field(default_factory=lambda: secrets.token_hex(16))

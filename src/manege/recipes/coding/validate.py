@@ -1,8 +1,7 @@
 """Which bugs make tasks: those that break some tests of a package, keep the rest, and do so every time.
 
 First the suite is run as it is, twice: tests that do not pass both times belong to no task. The first run sees which
-functions each test enters, so that a bug is tried on the tests that enter its function, and on all of them only if one
-of those fails. A third run, of all again, must say the same.
+functions tests enter: only those get bugs. With a bug, too, the suite is run twice, and must say the same.
 """
 
 import random
@@ -34,8 +33,8 @@ class Healthy:
     """That pass every time, by id."""
     flaky: Sequence[str]
     """That passed once."""
-    entered: Mapping[tuple[str, int], Sequence[str]]
-    """Tests by the function that they enter: file and first line."""
+    entered: frozenset[tuple[str, int]]
+    """Functions that tests enter: file and first line."""
     seconds: float
     """Of the whole suite."""
 
@@ -68,23 +67,26 @@ async def examine(bench: Bench, package: Package) -> Healthy:
     if first is None or second is None:
         raise HarnessError(f"the tests of {package.name} {package.version} do not come to an end, or none passes")
     tests = [test for test in passed if second.outcomes.get(test) == "passed"]
-    entered = defaultdict[tuple[str, int], list[str]](list)
-    for test in tests:
-        for function in first.functions[test]:
-            entered[function].append(test)
-    flaky = [test for test in passed if test not in set(tests)]
-    return Healthy(tests=tests, flaky=flaky, entered=entered, seconds=time.monotonic() - began_s)
+    return Healthy(
+        tests=tests,
+        flaky=sorted(set(passed) - set(tests)),
+        entered=frozenset().union(*(first.functions[test] for test in tests)),
+        seconds=time.monotonic() - began_s,
+    )
 
 
-async def find_bugs(bench: Bench, package: Package, healthy: Healthy, seed: int) -> AsyncIterator[Bug | None]:
-    """One for each that was tried, in an order of its own for each seed; None: it makes no task."""
-    for path, mutation in _order(bench, package, healthy, seed):
+async def find_bugs(
+    bench: Bench, package: Package, healthy: Healthy, *, seed: int, after: int
+) -> AsyncIterator[Bug | None]:
+    """One for each that was tried, in an order of its own for each seed; None: it makes no task. `after`: so many that
+    were tried before."""
+    for path, mutation in _order(bench, package, healthy, seed)[after:]:
         before = (bench.places.source(package.name) / path).read_bytes().decode()
         try:
-            after = mutation.of(before)
+            text = mutation.of(before)
         except (SyntaxError, ValueError):
-            continue
-        yield None if after == before else await _try(bench, package, healthy, path, mutation, before, after)
+            text = before
+        yield None if text == before else await _try(bench, package, healthy, path, mutation, before, text)
 
 
 def _order(bench: Bench, package: Package, healthy: Healthy, seed: int) -> Sequence[tuple[str, Mutation]]:
@@ -114,19 +116,16 @@ async def _try(
     bench: Bench, package: Package, healthy: Healthy, path: str, mutation: Mutation, before: str, after: str
 ) -> Bug | None:
     limit_s, changed = 10 + 5 * healthy.seconds, {path: after}
-    entering = healthy.entered[path, mutation.function.first_line]
-    quick = await bench.run(package, changed=changed, only=entering, stop=True, timeout_s=limit_s)
-    if quick is None or "error" in quick.outcomes.values() or "failed" not in quick.outcomes.values():
-        return None
     whole = await bench.run(package, changed=changed, only=healthy.tests, timeout_s=limit_s)
-    again = await bench.run(package, changed=changed, only=healthy.tests, timeout_s=limit_s) if whole else None
-    if whole is None or again is None or whole.outcomes != again.outcomes:
+    if whole is None or whole.outcomes.keys() != set(healthy.tests):
         return None
     passed = whole.passed()
     failing = [test for test in healthy.tests if test not in passed]
     passing = [test for test in healthy.tests if test in passed]
-    are_all_run = whole.outcomes.keys() == set(healthy.tests)
-    if not are_all_run or not failing or len(failing) > _MOST_BROKEN * len(healthy.tests):
+    if not failing or len(failing) > _MOST_BROKEN * len(healthy.tests):
+        return None
+    again = await bench.run(package, changed=changed, only=healthy.tests, timeout_s=limit_s)
+    if again is None or again.outcomes != whole.outcomes:
         return None
     return Bug(
         kind=mutation.kind,
