@@ -30,7 +30,9 @@ def main() -> None:
     converse(SYSTEM, DEMONSTRATION)
 
 
-def converse(system: str, demonstration: Sequence[tuple[str, str]]) -> None:
+def converse(
+    system: str, demonstration: Sequence[tuple[str, str]], *, max_reply_tokens: int = MAX_REPLY_TOKENS
+) -> None:
     """The same, for a prompt: what is asked and replied in it."""
     client = OpenAI()
     messages: list[ChatCompletionMessageParam] = [{"role": "system", "content": system}]
@@ -39,7 +41,7 @@ def converse(system: str, demonstration: Sequence[tuple[str, str]]) -> None:
         messages.append({"role": "assistant", "content": replied})
     messages.append({"role": "user", "content": os.environ["QUESTION"]})
     for _ in range(MAX_TURNS):
-        completion = client.chat.completions.create(model="default", messages=messages, max_tokens=MAX_REPLY_TOKENS)
+        completion = client.chat.completions.create(model="default", messages=messages, max_tokens=max_reply_tokens)
         reply = completion.choices[0].message.content or ""
         messages.append({"role": "assistant", "content": reply})
         command = clean(reply)
@@ -61,7 +63,7 @@ def clean(reply: str) -> str:
     return re.sub(r"^\$\s*", "", text)
 
 
-def run(command: str) -> tuple[int, str]:
+def run(command: str, *, timeout_s: float = 5, max_chars: int = MAX_OUTPUT_CHARS) -> tuple[int, str]:
     """Exit code and what a terminal would show."""
     try:
         done = subprocess.run(
@@ -69,12 +71,12 @@ def run(command: str) -> tuple[int, str]:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            timeout=5,
+            timeout=timeout_s,
         )
     except (subprocess.TimeoutExpired, ValueError, OSError) as error:
         return 1, type(error).__name__
     text = done.stdout.decode("utf-8", "replace").strip()
-    return done.returncode, re.sub(r"^bash: (line \d+: )?", "", text)[:MAX_OUTPUT_CHARS]
+    return done.returncode, re.sub(r"^bash: (line \d+: )?", "", text)[:max_chars]
 
 
 if __name__ == "__main__":

@@ -1,0 +1,27 @@
+"""Rows of public data sets, from the Hugging Face hub or its local cache, by the library `datasets`."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from manege.errors import ConfigError
+
+__all__ = ["hub_rows"]
+
+
+def hub_rows(name: str, *, split: str, config: str | None = None) -> Sequence[Mapping[str, Any]]:
+    """All rows of a split. Raises ConfigError without the library, and where neither hub nor cache have it."""
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise ConfigError(
+            f"the data set {name!r} is read with the library datasets, which is not installed: "
+            "pip install 'manege[general]'"
+        ) from error
+    try:
+        return [dict(row) for row in load_dataset(name, config, split=split)]
+    # It passes on what its many parts raise: of the network, of the hub's answers, of files.
+    except Exception as error:
+        raise ConfigError(
+            f"the data set {name!r} cannot be loaded ({type(error).__name__}: {error}); where no hub can be reached, "
+            "take a .jsonl file or the generated tasks"
+        ) from error
