@@ -156,3 +156,12 @@ def test_an_empty_corpus_is_told_so(tmp_path):
     _, err = process.communicate(timeout=60)
     assert process.returncode == 2
     assert err.endswith("c.jsonl.gz has no passages\n")
+
+
+def test_dense_search_finds_what_is_said_in_other_words(tmp_path):
+    corpus = write_corpus(tmp_path / "small.jsonl.gz", PASSAGES)
+    with service(corpus, tmp_path / "indexes", "--kind", "dense") as client:
+        assert client.get("/healthz").json()["kind"] == "dense"
+        _, body = ask(client, {"queries": ["Scandinavian seat of government", " ", "early coder"], "top_k": 1})
+    titles = [[found["title"] for found in ranking] for ranking in body["results"]]
+    assert titles == [["Oslo"], [], ["Ada Lovelace"]]
