@@ -17,6 +17,7 @@ from pydantic_core import PydanticUndefined
 from manege.cli.main import make_parser
 from manege.config import RunConfig
 from manege.credit_config import ASSIGNMENTS, COMBINATIONS, CONDITIONS, OBJECTIVES, Combination
+from manege.curation.config import CurationConfig, StepConfig
 from manege.engine.scripted import ScriptedEngine
 from manege.gateway.app import create_app
 from manege.gateway.openapi import describe
@@ -106,6 +107,21 @@ def cli_page() -> str:
     return "\n".join(parts)
 
 
+def curation_page() -> str:
+    """Every key of a curation file."""
+    lines = [
+        "# Curation file\n",
+        "A TOML file; see [curation](../guides/curation.md). Its steps are `[[steps]]` tables.\n",
+    ]
+    lines += ["| key | default | meaning |", "|---|---|---|", *_config_rows(CurationConfig, "")]
+    for step in get_args(get_args(StepConfig)[0]):
+        kind = get_args(step.model_fields["kind"].annotation)[0]
+        lines += ["", f"## {kind}\n", f"{' '.join((step.__doc__ or '').split())}\n"]
+        lines += ["| key | default | meaning |", "|---|---|---|"]
+        lines += [row for row in _config_rows(step, "") if not row.startswith("| `kind`")]
+    return "\n".join(lines) + "\n"
+
+
 def metrics_page() -> str:
     """Every name in metrics.jsonl."""
     lines = ["# Metrics\n", "One JSON object per line in `metrics.jsonl` of a run folder.\n"]
@@ -172,6 +188,7 @@ def main() -> int:
     pages = {
         "config": config_page(),
         "credit": credit_page(),
+        "curation": curation_page(),
         "cli": cli_page(),
         "metrics": metrics_page(),
         "http": http_page(),

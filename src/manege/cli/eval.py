@@ -1,5 +1,9 @@
 """Success on held-out tasks at the run's temperatures, with intervals; trains nothing.
 
+With --samples K there are K rollouts per task, and pass@1 to pass@K are estimated from them. With --benchmark the
+tasks are a benchmark's, and what the agents changed is written as predictions for its own evaluation. With --gateway
+the model is that gateway's, and the rollouts go to its controllers.
+
 With --rescore, RUN_FILE is the folder of a run that is over or stopped: its stored rollouts are scored anew, by its
 scorer or by that of the overrides, and have the new rewards from then on, also for a training that goes on. What was
 before stays in their logs.
@@ -7,22 +11,25 @@ before stays in their logs.
 
 import argparse
 import json
+from pathlib import Path
 
 from rich.console import Console
 
-from manege.cli.arguments import add_run_arguments, read_run, scratch_folder
-from manege.cli.parts import check_agents, serving
+from manege.cli.arguments import add_gateway_arguments, add_run_arguments, connect, read_run, scratch_folder
+from manege.cli.benchmark import execute_benchmark
+from manege.cli.evaluating import evaluate, feeding, lines_of, row_of
+from manege.cli.parts import check_agents
 from manege.cli.rescoring import execute_rescore
+from manege.cli.swebench import DATASETS
 from manege.errors import ConfigError
-from manege.trainer.collect import GroupFeed, new_nonce
-from manege.trainer.evaluate import evaluate, wilson
 from manege.trainer.tasks import load_tasks
-from manege.types import RunId
 
 EXAMPLES = """examples:
   manege eval src/manege/recipes/finder/run.toml
   manege eval src/manege/recipes/finder/run.toml model.path=runs/finder/model --json
   manege eval src/manege/recipes/finder/run.toml tasks.num_heldout=32 evaluation.temperatures=[0.0]
+  manege eval src/manege/recipes/finder/run.toml --samples 8 evaluation.temperatures=[1.0]
+  manege eval my/coder.toml --benchmark swebench-verified
   manege eval --rescore runs/finder --answers
   manege eval --rescore runs/coder 'scorer.run=["python", "judge.py"]'
 """
@@ -31,6 +38,12 @@ EXAMPLES = """examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of this verb."""
     add_run_arguments(parser)
+    add_gateway_arguments(parser)
+    parser.add_argument("--samples", type=_positive, default=1, metavar="K", help="rollouts per task (default: 1)")
+    parser.add_argument("--benchmark", choices=list(DATASETS), help="these tasks, and patches as predictions")
+    parser.add_argument(
+        "--rows", type=Path, metavar="FILE", help="with --benchmark: its rows (JSONL, Parquet), in place of the hub's"
+    )
     parser.add_argument("--rescore", action="store_true", help="score the stored rollouts of a run folder anew")
     parser.add_argument(
         "--answers",
@@ -38,7 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --rescore: the scorer reads only calls and output, so score what has no workspace any more, too",
     )
     parser.add_argument(
-        "--json", action="store_true", help="data on stdout, one JSON object per temperature, or per rollout"
+        "--json",
+        action="store_true",
+        help="data on stdout, one JSON object per temperature, or per rollout with --rescore",
     )
 
 
@@ -48,38 +63,31 @@ async def execute(arguments: argparse.Namespace) -> int:
     if arguments.rescore:
         await execute_rescore(arguments, console)
         return 0
+    if arguments.benchmark:
+        await execute_benchmark(arguments, console)
+        return 0
+    if arguments.rows is not None:
+        raise ConfigError(f"--rows {arguments.rows} are a benchmark's: it needs --benchmark")
+    elsewhere = connect(arguments) if arguments.gateway else None
     with scratch_folder(read_run(arguments)) as config:
         tasks = load_tasks(config.tasks, "heldout", seed=config.seed)
         if not tasks:
             raise ConfigError("tasks.heldout is not set: there is nothing to evaluate on")
-        check_agents(config, tasks, console)
-        async with serving(config, train=False) as parts:
-            run = RunId(config.name)
-            await parts.client.put_run(run, config.to_json())
-            feed = GroupFeed(
-                parts.client,
-                run,
-                cursor=0,
-                reward_from=config.scorer.reward_from,
-                max_attempts=config.controller.max_attempts,
-            )
+        if elsewhere is None:
+            check_agents(config, tasks, console)
+        async with feeding(config, elsewhere) as (_, _, feed):
             for temperature in config.evaluation.temperatures:
-                result = await evaluate(
-                    feed,
-                    tasks,
-                    name=new_nonce(),
-                    temperature=temperature,
-                    success_reward=config.scorer.success_reward,
-                )
-                low, high = wilson(result.num_success, result.num_tasks)
-                name = "greedy" if temperature == 0 else f"T = {temperature:g}"
-                console.print(
-                    f"{name:8} success {result.success_rate:.1%} ({low:.0%} to {high:.0%}, n = {result.num_tasks})  "
-                    f"mean reward {result.reward_mean:.3f}",
-                    highlight=False,
-                )
+                found = await evaluate(feed, tasks, config, size=arguments.samples, temperature=temperature)
+                row = row_of(found, temperature=temperature)
+                for line in lines_of(row):
+                    console.print(line, highlight=False, soft_wrap=True)
                 if arguments.json:
-                    row = {"temperature": temperature, "num_tasks": result.num_tasks, "low": low, "high": high}
-                    row |= {"success_rate": result.success_rate, "reward_mean": result.reward_mean}
                     print(json.dumps(row))
     return 0
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is not positive")
+    return value

@@ -20,6 +20,7 @@ __all__ = ["main", "make_parser"]
 _VERBS = {
     "train": "train an agent's model",
     "eval": "success on held-out tasks",
+    "curate": "which tasks of a table are worth training on",
     "run": "one task, one agent, the transcript",
     "gateway": "serve the agents' model endpoint and the rollout API",
     "controller": "run agents for a gateway",

@@ -13,7 +13,7 @@ from manege.trainer.diagnosis import check_infrastructure
 from manege.trainer.staleness import group_versions
 from manege.types import GroupId, Rollout, Task
 
-__all__ = ["Evaluation", "PendingEvaluation", "evaluate", "wilson"]
+__all__ = ["Evaluation", "PendingEvaluation", "wilson"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,17 +88,6 @@ class PendingEvaluation:
             reward_mean=math.fsum(rewards) / len(rewards),
             versions=(min(self._versions), max(self._versions)) if self._versions else None,
         )
-
-
-async def evaluate(
-    feed: GroupFeed, tasks: Sequence[Task], *, name: str, temperature: float, success_reward: float
-) -> Evaluation:
-    """An evaluation by itself; nothing else may be under way in the feed."""
-    pending = PendingEvaluation(tasks, name=name, temperature=temperature, success_reward=success_reward)
-    await pending.start(feed)
-    while not pending.is_complete:
-        pending.take(await feed.next_group())
-    return pending.result()
 
 
 def wilson(num_success: int, num_tasks: int) -> tuple[float, float]:
