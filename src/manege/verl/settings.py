@@ -84,7 +84,13 @@ def _refuse_what_does_nothing(credit: CreditConfig) -> None:
 
 def _check_ours(config: DictConfig) -> None:
     """What our loss cannot do, or would do with weights that are not a rollout's."""
-    actor = config.actor_rollout_ref.actor
+    actor, mode = config.actor_rollout_ref.actor, config.trainer.v1.trainer_mode
+    if mode in ("sync", "colocate_async", "separate_async"):
+        raise ConfigError(
+            f"trainer.v1.trainer_mode={mode} makes several optimiser steps of what was drawn together where rollouts "
+            f"have several samples, and algorithm.adv_estimator={NAME} weighs for one: set "
+            f"trainer.v1.trainer_mode={NAME}_{mode}, or use an estimator of verl's (algorithm.adv_estimator=grpo)"
+        )
     if actor.policy_loss.loss_mode != NAME:
         raise ConfigError(
             f"algorithm.adv_estimator={NAME} has the weights of rollouts in its advantages, which only a sum keeps: "

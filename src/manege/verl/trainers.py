@@ -7,6 +7,7 @@ ones. These trainers step once per batch that they draw: `data.train_batch_size`
 """
 # pyright: reportMissingImports=false, reportUntypedBaseClass=false
 
+import logging
 import math
 from collections.abc import MutableMapping
 from typing import Any
@@ -29,8 +30,9 @@ class _Whole:
     """Under which verl's own code knows it."""
 
     def __init__(self, config: DictConfig) -> None:
-        config.trainer.v1.trainer_mode = self.verl_mode
+        asked, config.trainer.v1.trainer_mode = config.trainer.v1.trainer_mode, self.verl_mode
         super().__init__(config)  # pyright: ignore[reportCallIssue] - of verl's class
+        config.trainer.v1.trainer_mode = asked
 
     def _get_required_batch_multiple(self, dp_size: int) -> int:
         actor, rollout = self.config.actor_rollout_ref.actor, self.config.actor_rollout_ref.rollout
@@ -68,3 +70,13 @@ class WholeSeparateAsync(_Whole, PPOTrainerSeparateAsync):
     """`separate_async`: rollouts and updates at once, on machines of their own."""
 
     verl_mode = "separate_async"
+
+    def _setup(self) -> None:
+        # With hybrid_engine=False verl 0.9.1 gives a log line an argument that no logger takes.
+        log = logging.getLogger(PPOTrainerSeparateAsync.__module__)
+        asked = log.level
+        log.setLevel(logging.WARNING)
+        try:
+            super()._setup()
+        finally:
+            log.setLevel(asked)

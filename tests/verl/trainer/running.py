@@ -3,15 +3,26 @@ parameters."""
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import time
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from manege.trainer.engines.verl.environment import ENVIRONMENT
+from tests.system.test_training import descendants_of
 
 ROOT = Path(__file__).parents[3]
 TINY = ROOT / "tests" / "tiny"
 GROUPS = SIZE = 8
+HELDOUT = 8
+
+ADDRESS = "127.0.0.7"
+"""Of loopback, and nobody else's: Ray takes 127.0.0.1 for the machine's own."""
+TRIES = 5
+# verl asks for ten CPUs per rank: numbers in Ray's books, too.
+RAY = [f"--node-ip-address={ADDRESS}", "--num-cpus=32", "--num-gpus=2", "--include-dashboard=false"]
 
 SETTINGS = [
     f"data.train_batch_size={GROUPS}",
@@ -50,23 +61,20 @@ SETTINGS = [
     "trainer.nnodes=1",
     "trainer.logger=[console,file]",
     "trainer.val_before_train=False",
-    "trainer.resume_mode=disable",
-    "reward.num_workers=1",
+    # Scores come from the run file's scorer.
+    "reward.num_workers=0",
     "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
-    "ray_kwargs.ray_init.num_cpus=32",
-    "+ray_kwargs.ray_init.num_gpus=1",
-    "+ray_kwargs.ray_init.include_dashboard=False",
-    "+ray_kwargs.ray_init._node_ip_address=127.0.0.2",
 ]
 
 
-def dataset(run_file, folder):
+def write_dataset(folder):
     """Tasks of a run file as verl's files, by the command that people use."""
-    command = [sys.executable, "-m", "manege.verl.dataset", str(run_file), str(folder), "tasks.num_train=512"]
-    subprocess.run(command, check=True, cwd=ROOT, env=environment(folder), timeout=120)
+    command = [sys.executable, "-m", "manege.verl.dataset", str(TINY / "run.toml"), str(folder)]
+    overrides = ["tasks.num_train=512", f"tasks.num_heldout={HELDOUT}"]
+    subprocess.run([*command, *overrides], check=True, cwd=ROOT, env=environment(), timeout=300)
 
 
-def environment(folder):
+def environment(**more):
     paths = [str(ROOT / "src"), str(TINY), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {
         **os.environ,
@@ -76,31 +84,97 @@ def environment(folder):
         "RAY_AUTH_MODE": "disabled",
         "RAY_DEDUP_LOGS": "0",
         "RAY_enable_worker_prestart": "0",
-        "VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl"),
+        **more,
     }
 
 
-def train(folder, mode, *, steps, run_file=TINY / "run.toml", more=(), timeout_s=900):
-    """Rows of verl's file logger by step, and all that was printed."""
-    dataset(run_file, folder)
-    command = [
-        *(sys.executable, "-m", "verl.trainer.main_ppo"),
-        *SETTINGS,
-        f"data.train_files={folder / 'train.parquet'}",
-        f"data.val_files={folder / 'val.parquet'}",
-        f"trainer.v1.trainer_mode={mode}",
-        f"trainer.total_training_steps={steps}",
-        f"trainer.default_local_dir={folder / 'checkpoints'}",
-        f"+manege.run={run_file}",
-        f"+manege.folder={folder / 'run'}",
-        *more,
-    ]
-    log = folder / "log"
-    with log.open("w") as file:
-        ended = subprocess.run(
-            command, cwd=folder, env=environment(folder), stdout=file, stderr=subprocess.STDOUT, timeout=timeout_s
-        )
-    text = log.read_text()
-    assert ended.returncode == 0, text[-6000:]
+@contextmanager
+def ray_started(folder):
+    """Ray's own command, with two GPUs in its books. Its parts give up after 15 s: on a busy machine it takes tries."""
+    with ExitStack() as stack:
+        for number in range(TRIES):
+            with socket.socket() as listening:
+                listening.bind((ADDRESS, 0))
+                port = listening.getsockname()[1]
+            log = folder / f"ray{number}"
+            command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", *RAY]
+            process = stack.enter_context(
+                subprocess.Popen([*command, f"--port={port}"], env=environment(), stdout=log.open("w"), stderr=-2)
+            )
+            stack.callback(process.terminate)
+            while process.poll() is None:
+                if "Ray runtime started" in log.read_text():
+                    yield f"{ADDRESS}:{port}"
+                    return
+                time.sleep(0.1)
+        raise AssertionError(log.read_text()[-3000:])
+
+
+class Trainings:
+    """Starts verl's trainer in the Ray at `address`, with the data in a folder."""
+
+    def __init__(self, address, data):
+        self._address, self._data = address, data
+
+    def run(self, folder, mode, *, timeout_s=1200, **settings):
+        """To its end: rows of verl's file logger by step, and all that was printed."""
+        with self._started(folder, mode, **settings) as process:
+            code = process.wait(timeout_s)
+        text = (folder / "log").read_text()
+        assert code == 0, text[-6000:]
+        return logged(folder), text
+
+    def run_and_kill(self, folder, mode, *, step, timeout_s=1200, **settings):
+        """Killed while it trains the step after the checkpoint of `step`."""
+        latest = folder / "checkpoints" / "latest_checkpointed_iteration.txt"
+        deadline = time.monotonic() + timeout_s
+        with self._started(folder, mode, **settings) as process:
+            while not latest.exists() or latest.read_text() != str(step):
+                assert process.poll() is None, (folder / "log").read_text()[-6000:]
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+        # Its actors and agents notice by themselves.
+        while descendants_of(folder):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+    @contextmanager
+    def _started(self, folder, mode, *, steps, run_file=TINY / "run.toml", more=()):
+        """The process, killed at the end if it still runs."""
+        metrics = {"VERL_FILE_LOGGER_PATH": str(folder / "metrics.jsonl")}
+        command = [
+            *(sys.executable, "-m", "verl.trainer.main_ppo"),
+            *SETTINGS,
+            *(f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}={value}" for name, value in metrics.items()),
+            f"data.train_files={self._data / 'train.parquet'}",
+            f"data.val_files={self._data / 'val.parquet'}",
+            f"trainer.v1.trainer_mode={mode}",
+            f"trainer.total_training_steps={steps}",
+            f"trainer.default_local_dir={folder / 'checkpoints'}",
+            f"trainer.rollout_data_dir={folder / 'trained'}",
+            f"+manege.run={run_file}",
+            f"+manege.folder={folder / 'run'}",
+            *more,
+        ]
+        variables = environment(RAY_ADDRESS=self._address, **metrics)
+        with (
+            (folder / "log").open("w") as log,
+            subprocess.Popen(command, cwd=folder, env=variables, stdout=log, stderr=subprocess.STDOUT) as process,
+        ):
+            try:
+                yield process
+            finally:
+                process.kill()
+
+
+def logged(folder):
+    """Rows of verl's file logger by step."""
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return {row["step"]: row["data"] for row in map(json.loads, lines)}, text
+    return {row["step"]: row["data"] for row in map(json.loads, lines)}
+
+
+def trained_groups(folder, step):
+    """Uids of the prompts of which a step had rows, beside verl's padding."""
+    lines = (folder / "trained" / f"{step}.jsonl").read_text().splitlines()
+    uids = {json.loads(line)["uid"].split("_")[0] for line in lines}
+    return {uid for uid in uids if not uid.startswith("pad")}
