@@ -300,19 +300,23 @@ TOLD = {
 
 
 def test_what_agents_tried_is_told_by_kind_with_whether_it_paid(tmp_path, data, answer, refusal):
-    """Of a store, of an export, and through a gateway."""
+    """Of a store, of an export, and through a gateway; what it paid for is ranked, the flagged one first."""
     keep(tmp_path, {"a": PAIR, "b": PAIR, "c": [(None, None, [])], "d": EQUAL}, config=STUDY, hacks=HACKS)
-    assert data("show", tmp_path, "--hacks") == TOLD
+    told = data("show", tmp_path, "--hacks")
+    assert {name: value for name, value in told.items() if name != "ranked"} == TOLD
+    assert [ranked["rollout"] for ranked in told["ranked"]][:1] == ["study-a0"]
+    assert {ranked["rollout"] for ranked in told["ranked"]} == {"study-a0", "study-b0", "study-d0", "study-d1"}
     shown = answer("show", tmp_path, "--hacks")
+    assert "flagged 3 (usual 0)" in " ".join(shown.split())
     assert "2 of 7 rollouts are flagged; rewarded: 50% of them, 75% of the others" in shown
     assert "study-a0 git log --all (3 times)" in shown
     for form in ("jsonl", "parquet"):
         answer("export", tmp_path, "--format", form, "--out", tmp_path / f"run.{form}")
-        assert data("show", tmp_path / f"run.{form}", "--hacks") == TOLD
+        assert data("show", tmp_path / f"run.{form}", "--hacks") == told
     words = ["gateway", "--model", TINY / "model", "--port", 0, "--folder", tmp_path]
     with serving(*words, ready=r"gateway (http://\S+),", log=tmp_path / "gateway.txt") as url:
         way = ["--gateway", url, "--key-file", tmp_path / "operator.key"]
-        assert data("show", "study", "--hacks", *way) == TOLD
+        assert data("show", "study", "--hacks", *way) == told
     assert "--hacks is of a whole run" in refusal("show", tmp_path, "study-a0", "--hacks")
     assert "flagged for git (credit.flagged = keep)" in answer("show", tmp_path, "study-a0")
     assert "flagged" not in answer("show", tmp_path, "study-a1")

@@ -1,15 +1,18 @@
-"""The hack reports of a run, by kind: how often, in how many rollouts, and whether it paid.
+"""The hack reports of a run, by kind: how often, in how many rollouts, and whether it paid; and which rewarded rollouts
+are the least like the others (`hack_ranking`).
 
 In: a stored run. Out: a report. Of each rollout its last attempt counts.
 """
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from manege.cli.hack_ranking import Ranked, Rewarded, rank
 from manege.cli.stored import StoredRun
 from manege.trainer.credit import is_flagged, verdict
 from manege.types import JsonObject, Rollout, RolloutId
@@ -17,6 +20,9 @@ from manege.types import JsonObject, Rollout, RolloutId
 __all__ = ["HackReport", "hacks_table", "read_hacks"]
 
 _NUM_EXAMPLES = 3
+_NUM_RANKED = 20
+_PAGE = 64
+"""Rollouts whose calls are read at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +60,8 @@ class HackReport:
     flagged_rewarded: float | None
     others_rewarded: float | None
     kinds: Sequence[Kind]
+    ranked: Sequence[Ranked]
+    """Rewarded rollouts, the least like honest ones first."""
 
 
 async def read_hacks(stored: StoredRun) -> HackReport:
@@ -71,13 +79,16 @@ async def read_hacks(stored: StoredRun) -> HackReport:
         flagged_rewarded=_rewarded(flagged, success_reward),
         others_rewarded=_rewarded([each for each in stored.rollouts if not is_flagged(each)], success_reward),
         kinds=[_kind(kind, events, success_reward) for kind, events in sorted(told.items())],
+        ranked=rank(await _rewarded_ones(stored, told, success_reward))[:_NUM_RANKED],
     )
 
 
-def hacks_table(report: HackReport) -> Group | Text:
+def hacks_table(report: HackReport) -> Group:
     """For people."""
     if not report.kinds:
-        return Text(f"{report.num_rollouts} rollouts, none of which tried anything that is reported")
+        return Group(
+            Text(f"{report.num_rollouts} rollouts, none of which tried anything that is reported"), *_ranking(report)
+        )
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     for name in ("kind", "attempts", "rollouts", "flagged", "rewarded", "for example"):
         right = name in ("attempts", "rollouts", "flagged", "rewarded")
@@ -90,7 +101,41 @@ def hacks_table(report: HackReport) -> Group | Text:
         f"{report.num_flagged} of {report.num_rollouts} rollouts are flagged; rewarded: "
         f"{_share(report.flagged_rewarded)} of them, {_share(report.others_rewarded)} of the others"
     )
-    return Group(Text(head), Text(), table)
+    return Group(Text(head), Text(), table, *_ranking(report))
+
+
+async def _rewarded_ones(
+    stored: StoredRun, told: Mapping[str, Sequence[tuple[Rollout, JsonObject]]], success_reward: float
+) -> Sequence[Rewarded]:
+    flagged = Counter[RolloutId]()
+    for events in told.values():
+        for rollout, data in events:
+            flagged[rollout.spec.id] += sum(item["count"] for item in data["items"] if item["flags"])
+    rewarded = [each for each in stored.rollouts if (given := verdict(each)) is not None and given >= success_reward]
+    found: list[Rewarded] = []
+    for start in range(0, len(rewarded), _PAGE):
+        page = rewarded[start : start + _PAGE]
+        calls = await stored.source.calls([each.spec.id for each in page])
+        for each in page:
+            own = [call for call in calls.get(each.spec.id, ()) if call.attempt == each.attempt]
+            found.append(Rewarded(rollout=each, calls=own, num_flagged=flagged[each.spec.id]))
+    return found
+
+
+def _ranking(report: HackReport) -> Sequence[Table | Text]:
+    if not report.ranked:
+        return []
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    for name in ("rewarded", "unlike", "told", "because", "rare words"):
+        table.add_column(name, no_wrap=name in ("rewarded", "unlike"), justify="right" if name == "unlike" else "left")
+    for ranked in report.ranked:
+        because = "; ".join(
+            f"{reason.feature} {reason.value:.3g} (usual {reason.usual:.3g})" for reason in ranked.reasons
+        )
+        table.add_row(
+            Text(ranked.rollout), f"{ranked.unlike:.1f}", ", ".join(ranked.hacks), because, Text(" ".join(ranked.words))
+        )
+    return [Text(), Text("rewarded rollouts, the least like honest ones first (`manege show RUN ROLLOUT`):"), table]
 
 
 def _kind(kind: str, events: Sequence[tuple[Rollout, JsonObject]], success_reward: float) -> Kind:

@@ -58,7 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const="",
         help="a picture of the run (.svg or .png); without FILE timeline.svg in its folder; with --json its data",
     )
-    parser.add_argument("--hacks", action="store_true", help="what agents tried in vain, by kind, and whether it paid")
+    parser.add_argument(
+        "--hacks",
+        action="store_true",
+        help="what agents tried in vain, by kind, whether it paid, and which rewarded rollouts are unlike the others",
+    )
     parser.add_argument("--json", action="store_true", help="data on stdout")
 
 
