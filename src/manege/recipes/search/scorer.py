@@ -23,7 +23,7 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def score(task: Task, attempt: AttemptRecord) -> dict[str, Any]:
-    """The verdict: `task.hidden` has `answers` and perhaps a `chain` of facts; the last line on stdout is the answer."""
+    """The verdict. `task.hidden` has `answers`, perhaps a `chain` of facts; the last line on stdout is the answer."""
     answers, chain = task.hidden["answers"], task.hidden.get("chain", [])
     lines = attempt.stdout.strip().splitlines()
     answer = lines[-1].strip() if lines else ""
