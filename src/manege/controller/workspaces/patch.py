@@ -37,7 +37,7 @@ async def patch_of(
 
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="manege-")))
         trees = _Trees(Disk(launcher), scratch, timeout_s)
-        await trees.git(scratch, "init", "--quiet", "--bare", str(trees.repository))
+        await trees.git(scratch, "init", "--quiet")
         # What was in the commit is known whatever is ignored; of all else, what is not.
         before = await trees.add(await begun(config.model_copy(update={"setup": []})), "--force")
         if config.setup:
