@@ -21,11 +21,12 @@ PAGES = [
     for path in sorted(ROOT.glob(pattern))
 ]
 FENCED = re.compile(r"^([ ]*)```(\w*)\n(.*?)^\1```$", re.M | re.S)
-TYPED = re.compile(r"^[ ]*(?:\$ )?(?:\w+=\S* )*(?:[\w./-]*/)?manege ([a-z]+(?: .*)?)$", re.M)
+TYPED = re.compile(r"^[ ]*(?:\$ )?(?:\w+=\S* )*(?:[\w./-]*/)?manege ((?!\w+ \S+: )[a-z]+(?: .*)?)$", re.M)
 MENTIONED = re.compile(r"`manege ([a-z]+(?: [^`]*)?)`")
 
 
 def typed(text):
+    """Command lines in blocks; `manege train NAME: ...` is what one has printed."""
     for _, _, body in FENCED.findall(text):
         for line in TYPED.findall(body.replace("\\\n", " ")):
             yield re.split(r" (?:[|>&;]|&&|2>)", line)[0]
