@@ -4,6 +4,7 @@ import asyncio
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 from contextlib import asynccontextmanager
 
@@ -23,20 +24,19 @@ pytestmark = [
     pytest.mark.skipif(UNSAFE.unsafe, reason="agents cannot be isolated on this machine"),
 ]
 
-RUN_FILE = f"""
+RUN_FILE = """
 name = "coder"
-model = {{ path = "{TINY_MODEL}", max_context = 1024 }}
-sampling = {{ max_new_tokens = 200 }}
-evaluation = {{ temperatures = [0.5] }}
-tasks = {{ train = "none.jsonl" }}
-scorer = {{ run = ["false"] }}
+sampling = { max_new_tokens = 600 }
+evaluation = { temperatures = [0.5] }
+tasks = { train = "none.jsonl" }
+scorer = { run = ["false"] }
 [agent]
 run = ["python3", "agent.py"]
-env = {{ PROBLEM = "{{problem_statement}}" }}
+env = { PROBLEM = "{problem_statement}" }
 [agent.workspace]
-source = "repos/{{repo}}"
-commit = "{{base_commit}}"
-setup = [["sh", "-c", "echo made > artefact.txt; mkdir build; echo made > build/out; echo '# set up' >> add.py"]]
+source = "repos/{repo}"
+commit = "{base_commit}"
+setup = [["sh", "-c", "echo made > 'arte fact[1].txt'; mkdir build env; echo made > build/out; echo made > env/x"]]
 """
 AGENT = """
 import json, os, subprocess, urllib.request
@@ -51,7 +51,7 @@ with urllib.request.urlopen(request) as response:
 """
 COMMANDS = {
     "add": r"sed -i 's/a - b/a + b/' add.py; printf 'caf\351 2\n' > latin.txt; cp $MANEGE_TASK_FILE seen; "
-    "rm gone.txt; echo x > build/out; echo x > kept.log; echo x > new.log; mkdir .git; "
+    "rm gone.txt; echo x > build/out; echo x > kept.log; echo x > new.log; echo x >> art*; echo x > env/y; mkdir .git; "
     "echo '* text eol=crlf' > .gitattributes",
     "none": "cat add.py; rm -r build",
 }
@@ -86,6 +86,9 @@ def make_run(folder):
     """The run file, and two rows in SWE-bench's columns."""
     commit = make_repository(folder / "repos" / "owner" / "demo")
     (folder / "run.toml").write_text(RUN_FILE)
+    shutil.copytree(TINY_MODEL, folder / "model")
+    config = json.loads((folder / "model" / "config.json").read_text())
+    (folder / "model" / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 1024}))
     (folder / "agent.py").write_text(AGENT)
     rows = [
         {
@@ -127,7 +130,8 @@ async def scripted_model():
 
 async def predict(folder, url, *more):
     words = ["eval", folder / "run.toml", "--benchmark", "swebench-verified", "--rows", folder / "rows.jsonl", "--json"]
-    process = manege(*words, f"gateway.engine_url={url}", f"folder={folder / 'out'}", *more)
+    settings = [f"gateway.engine_url={url}", f"model.path={folder / 'model'}", f"folder={folder / 'out'}"]
+    process = manege(*words, *settings, *more)
     code, out, err = await asyncio.to_thread(finish, process, 100)
     assert code == 0, err
     return json.loads(out), err
@@ -171,7 +175,7 @@ async def test_patches_of_agents_apply_to_the_commit_and_nothing_is_done_twice(t
         assert (await engine.info()).stats["sampled"] > sampled
 
         refused = ["eval", tmp_path / "run.toml", "--benchmark", "swebench-verified", "--rows", tmp_path / "rows.jsonl"]
-        process = manege(*refused, f"folder={tmp_path / 'out'}", "sampling.max_new_tokens=100")
+        process = manege(*refused, f"model.path={TINY_MODEL}", f"folder={tmp_path / 'out'}")
         code, _, err = await asyncio.to_thread(finish, process, 100)
         assert code == 2
         assert "predictions of another model" in err

@@ -1,10 +1,12 @@
 """What an agent changed in its workspace, as a patch against the commit or the template that it began from.
 
-As a developer's own `git add -A` would see it: what is ignored by the workspace's `.gitignore` is left out unless it
-was in the commit, and so is what setup commands had made. Nothing of the workspace decides how it is read: its `.git`
-and its attributes count for nothing. Needs `git`.
+As a developer's own `git add -A` would see it: what the workspace's `.gitignore` names is left out unless it was in the
+commit. So is what setup commands made, whatever the agent did to it: it is not in the commit, so that no patch of it
+would apply; what they changed of the commit's own files counts as the agent's. Nothing of the workspace decides how it
+is read: its `.git` and its attributes count for nothing. Needs `git`.
 """
 
+import re
 import tempfile
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -38,10 +40,9 @@ async def patch_of(
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="manege-")))
         trees = _Trees(Disk(launcher), scratch, timeout_s)
         await trees.git(scratch, "init", "--quiet")
-        # What was in the commit is known whatever is ignored; of all else, what is not.
         before = await trees.add(await begun(config.model_copy(update={"setup": []})), "--force")
         if config.setup:
-            before = await trees.add(await begun(config))
+            await trees.ignore_others(await begun(config))
         return await trees.difference(before, await trees.add(left))
 
 
@@ -63,6 +64,12 @@ class _Trees:
         self._attributes(_PLAIN)
         await self.git(folder, "-c", "core.fileMode=true", "add", "--all", *options, "--", ".")
         return (await self.git(folder, "write-tree")).strip()
+
+    async def ignore_others(self, folder: Path) -> None:
+        """From now on, what a folder has beyond what is tracked."""
+        found = await self.git(folder, "ls-files", "--others", "--exclude-standard", "--directory", "-z")
+        lines = ["/" + re.sub(r"([\\\\*?\[\]# !])", r"\\\1", name) for name in found.split("\0") if name]
+        (self.repository / "info" / "exclude").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     async def difference(self, before: str, after: str) -> str:
         """Files that are no UTF-8 are written as Git writes binary ones, in letters that every reader understands."""
