@@ -13,12 +13,12 @@ import pytest
 from manege.config import load_config
 
 ROOT = Path(__file__).parents[2]
-PAPER = ROOT / "src" / "manege" / "recipes" / "paper"
+RECIPES = ROOT / "src" / "manege" / "recipes"
 TINY = ROOT / "tests" / "tiny" / "run.toml"
 MODELS = {
-    "search": ("llama-3.2-3b-instruct.json", "80", "3,212,749,824"),
-    "general": ("qwen3-4b-instruct-2507.json", "80", "4,022,468,096"),
-    "coding": ("qwen3.5-9b.json", "139", "9,409,813,744"),
+    "search/gpus.toml": ("llama-3.2-3b-instruct.json", "80", "3,212,749,824"),
+    "paper/general.toml": ("qwen3-4b-instruct-2507.json", "80", "4,022,468,096"),
+    "paper/coding.toml": ("qwen3.5-9b.json", "139", "9,409,813,744"),
 }
 WATCHED = """
 import sys
@@ -46,18 +46,29 @@ def test_it_starts_nothing_and_loads_no_torch(tmp_path):
     assert not folder.exists()
 
 
+def offline(recipe, folder):
+    """Questions of a file, for those that come from the hub."""
+    if recipe != "search/gpus.toml":
+        return []
+    for split in ("train", "heldout"):
+        (folder / f"{split}.jsonl").write_text(f'{{"id": "{split}", "question": "who?", "golden_answers": ["Ada"]}}')
+    files = f'train = "{folder}/train.jsonl", heldout = "{folder}/heldout.jsonl"'
+    return [f"tasks.options={{{files}}}", "tasks.num_train=1", "tasks.num_heldout=1"]
+
+
 @pytest.mark.parametrize("recipe", MODELS)
-def test_the_models_of_the_paper_are_planned(recipe):
+def test_the_models_of_the_paper_are_planned(recipe, tmp_path):
     file, gib, count = MODELS[recipe]
-    given = ("--gpus", 8, "--gpu-memory", gib, "--model-config", PAPER / file)
-    code, out, error = train(PAPER / f"{recipe}.toml", "--dry-run", *given)
+    run_file = RECIPES / recipe
+    given = ["--gpus", 8, "--gpu-memory", gib, "--model-config", run_file.with_name(file), *offline(recipe, tmp_path)]
+    code, out, error = train(run_file, "--dry-run", *given)
     assert code == 0, error
     assert f"{count} parameters" in out
     assert "GPU 3: rank 3; GPU 4: engine 0" in out
-    backend = load_config(PAPER / f"{recipe}.toml").backend
+    backend = load_config(run_file).backend
     assert out.count("vllm.entrypoints.openai.api_server") == backend.engines.count
     # The same run on GPUs of a third of the size.
-    code, _, error = train(PAPER / f"{recipe}.toml", "--dry-run", *given, "--gpu-memory", int(gib) // 3)
+    code, _, error = train(run_file, "--dry-run", *given, "--gpu-memory", int(gib) // 3)
     assert code == 2
     assert "a rank takes" in error
 
