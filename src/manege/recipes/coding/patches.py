@@ -10,7 +10,7 @@ from pathlib import Path
 
 from manege.errors import HarnessError
 
-__all__ = ["apply", "make", "paths"]
+__all__ = ["applied", "apply", "make", "paths"]
 
 _HUNK = re.compile(r"@@ -(\d+)(?:,(\d+))? \+\d+(?:,\d+)? @@")
 
@@ -22,6 +22,11 @@ def make(path: str, before: str, after: str) -> str:
     return f"diff --git a/{path} b/{path}\n" + "".join(shown)
 
 
+def applied(patch: str, path: str, before: str) -> str:
+    """What it makes of one file's text. Raises ValueError."""
+    return "".join(line for name, hunks in _files(patch) if name == path for line in _patched(_lines(before), hunks))
+
+
 def paths(patch: str) -> Sequence[str]:
     """Of the files that it changes."""
     return [path for path, _ in _files(patch)]
@@ -29,11 +34,10 @@ def paths(patch: str) -> Sequence[str]:
 
 def apply(patch: str, folder: Path) -> None:
     """To files below a folder. Raises HarnessError where a file is not what the patch was made from."""
-    for path, hunks in _files(patch):
+    for path in paths(patch):
         file = folder / path
         try:
-            before = _lines(file.read_bytes().decode())
-            file.write_bytes("".join(_patched(before, hunks)).encode())
+            file.write_bytes(applied(patch, path, file.read_bytes().decode()).encode())
         except (OSError, UnicodeDecodeError, ValueError) as error:
             raise HarnessError(f"the patch of {path} does not apply in {folder}: {error}") from error
 

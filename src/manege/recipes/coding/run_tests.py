@@ -86,6 +86,7 @@ def main() -> None:
     # Behind the standard library and pytest: nothing in the workspace takes the place of those.
     sys.path.append(str(Path(root, request["path"])))
     report = Report(request)
+    report.write("", "begin")
     settings = Path(request["results"]).with_name("settings.ini")
     settings.write_text("[pytest]\n", encoding="utf-8")
     options = ["-q", "--rootdir", root, "-c", str(settings), "-p", "no:cacheprovider", "-p", "no:junitxml"]

@@ -27,25 +27,25 @@ _NAMED = 5
 
 def score(task: Task, attempt: AttemptRecord) -> JsonObject:
     """All or nothing."""
-    reward, message = judge(task, attempt.workspace)
+    reward, message = judge(task, attempt.workspace, Path.cwd())
     return {"reward": float(reward == 1), "message": message}
 
 
 def score_parts(task: Task, attempt: AttemptRecord) -> JsonObject:
     """Half a point at most for a part: the share of broken tests that pass now, times that of the others."""
-    reward, message = judge(task, attempt.workspace)
+    reward, message = judge(task, attempt.workspace, Path.cwd())
     return {"reward": 1.0 if reward == 1 else reward / 2, "message": message}
 
 
-def judge(task: Task, workspace: Path) -> tuple[float, str]:
-    """The product of both shares, and a line for people."""
+def judge(task: Task, workspace: Path, scratch: Path) -> tuple[float, str]:
+    """The product of both shares, and a line for people. `scratch`: for what the tests leave."""
     hidden = task.hidden
     failing, passing = hidden["FAIL_TO_PASS"], hidden["PASS_TO_PASS"]
     for path, text in hidden["files"].items():
         if not _put(workspace, path, text):
             return 0.0, f"{path} leads out of the workspace"
     with _impossible(workspace, failing[0]) as canary:
-        results = _run(task, workspace, [*failing, *passing], canary)
+        results = _run(task, workspace, scratch, [*failing, *passing], canary)
     if not results.is_true or results.outcomes.get(canary, "failed") != "failed":
         return 0.0, "the results were not pytest's own: somebody writes them, or makes tests pass that cannot"
     passed = results.passed()
@@ -84,8 +84,7 @@ def _impossible(workspace: Path, beside: str) -> Iterator[str]:
     file.unlink(missing_ok=True)
 
 
-def _run(task: Task, workspace: Path, tests: Sequence[str], canary: str) -> Results:
-    scratch = Path.cwd()
+def _run(task: Task, workspace: Path, scratch: Path, tests: Sequence[str], canary: str) -> Results:
     files = sorted({test_file(test) for test in tests})
     files.insert(random.randint(0, len(files)), test_file(canary))
     request = Request(

@@ -90,8 +90,8 @@ def read_results(text: str, token: str) -> Results:
         except (ValueError, TypeError, KeyError, AssertionError):
             is_true = False
             continue
-        if outcome == "end":
-            is_whole = True
+        if outcome in ("begin", "end"):
+            is_whole = outcome == "end"
             continue
         is_true &= outcomes.get(name, outcome) == outcome
         outcomes[name] = outcome

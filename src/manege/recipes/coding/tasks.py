@@ -14,6 +14,7 @@ from typing import Any
 
 from manege.errors import ConfigError
 from manege.recipes.coding import patches
+from manege.recipes.coding.mutate import functions
 from manege.recipes.coding.packages import Package, known
 from manege.recipes.coding.places import Places, default_folder
 from manege.recipes.coding.suite import test_file
@@ -22,38 +23,52 @@ from manege.types import Task
 __all__ = ["load", "prepare", "to_task"]
 
 _HELDOUT_OF = 5
-"""Every so many packages is held out."""
+"""One of so many is held out."""
 
 
 def load(
-    *, split: str, num: int | None, seed: int, folder: str | None = None, file: str | None = None
+    *,
+    split: str,
+    num: int | None,
+    seed: int,
+    folder: str | None = None,
+    file: str | None = None,
+    packages: Sequence[str] = (),
+    locate: bool = False,
 ) -> Sequence[Task]:
-    """`folder`: of the builder; None: its default. `file`: JSONL to read instead of the folder's `tasks.jsonl`; with
-    `{split}` in its name it is split already, else whole packages are held out. Raises ConfigError."""
+    """`folder`: of the builder; None: its default. `file`: JSONL to read instead of the folder's `tasks.jsonl`. What is
+    held out is the same for every seed: with `{split}` in the name of `file`, what it says; with `packages`, of which
+    alone tasks are taken, a fifth of their tasks; else a fifth of all packages. `locate`: name the function,
+    in the field `place`. Raises ConfigError."""
     places = Places(Path(folder).expanduser().absolute() if folder else default_folder())
     path = Path(file.replace("{split}", split)).expanduser() if file else places.tasks
-    packages = {package.release: package for package in known()}
+    prepared = {package.release: package for package in known() if places.python(package.name).exists()}
     tasks = []
     for row in _rows(path):
-        release = row["instance_id"].rpartition("__")[0].rpartition(".")[0]
-        package = packages.get(release)
-        if package is None or not places.python(package.name).exists():
+        package = prepared.get(row["instance_id"].rpartition("__")[0].rpartition(".")[0])
+        if package is None:
             raise ConfigError(
-                f"task {row['instance_id']!r} of {path}: {release} is not prepared in {places.folder}; "
-                f"run python -m manege.recipes.coding.build {places.folder}"
+                f"task {row['instance_id']!r} of {path}: its package is not prepared in {places.folder}; run "
+                "python -m manege.recipes.coding.build"
             )
-        if (file and "{split}" in file) or _is_heldout(package) == (split == "heldout"):
-            tasks.append(to_task(row, package, places))
+        if packages and package.name not in packages:
+            continue
+        if (file and "{split}" in file) or _is_heldout(row, packages) == (split == "heldout"):
+            tasks.append(to_task(row, package, places, locate=locate))
     if split != "heldout":
         random.Random(seed).shuffle(tasks)
     return tasks[:num]
 
 
-def to_task(row: Mapping[str, Any], package: Package, places: Places) -> Task:
+def to_task(row: Mapping[str, Any], package: Package, places: Places, *, locate: bool = False) -> Task:
     """One row."""
-    source = places.source(package.name)
+    source, patch = places.source(package.name), row["patch"]
+    (code,) = patches.paths(patch)
+    text = (source / code).read_bytes().decode()
+    broken = patches.applied(patch, code, text)
+    place = {"place": f"{_function(text, broken)} in {code} is broken. {_symptom(row)}"} if locate else {}
     failing, passing = row["FAIL_TO_PASS"], row["PASS_TO_PASS"]
-    hidden = {test_file(test) for test in failing}
+    files = {path: (source / path).read_bytes().decode() for path in sorted({test_file(test) for test in failing})}
     return Task(
         id=row["instance_id"],
         input={
@@ -61,13 +76,17 @@ def to_task(row: Mapping[str, Any], package: Package, places: Places) -> Task:
             "package": package.name,
             "source": str(source),
             "environment": str(places.environment(package.name)),
+            "harness_config": str(Path(__file__).with_name("harness")),
+            **place,
         },
         hidden={
-            "patch": row["patch"],
+            "patch": patch,
+            "code": code,
+            "broken": hashlib.sha256(broken.encode()).hexdigest(),
             "path": package.path,
             "FAIL_TO_PASS": failing,
             "PASS_TO_PASS": passing,
-            "files": {path: (source / path).read_bytes().decode() for path in sorted(hidden)},
+            "files": files,
         },
     )
 
@@ -87,6 +106,19 @@ def _rows(path: Path) -> Iterator[Mapping[str, Any]]:
         raise ConfigError(f"{path} does not exist; run python -m manege.recipes.coding.build") from error
 
 
-def _is_heldout(package: Package) -> bool:
-    """By its name alone, so that another package more moves none from one side to the other."""
-    return int(hashlib.sha256(package.name.encode()).hexdigest(), 16) % _HELDOUT_OF == 0
+def _function(text: str, broken: str) -> str:
+    """The one in which two texts of a file begin to differ."""
+    pairs = zip(text.splitlines(), broken.splitlines(), strict=False)
+    first = next((number for number, (one, other) in enumerate(pairs, 1) if one != other), 0)
+    return [function.name for function in functions(text) if function.first_line <= first][-1]
+
+
+def _symptom(row: Mapping[str, Any]) -> str:
+    """The first that the issue tells of."""
+    return next((line[2:] for line in row["problem_statement"].splitlines() if line.startswith("- ")), "")
+
+
+def _is_heldout(row: Mapping[str, Any], packages: Sequence[str]) -> bool:
+    """By its name alone, so that one task more moves none from one side to the other."""
+    name = row["instance_id"] if packages else row["repo"].partition("__")[0]
+    return int(hashlib.sha256(name.encode()).hexdigest(), 16) % _HELDOUT_OF == 0

@@ -1,7 +1,8 @@
 """Which bugs make tasks: those that break some tests of a package, keep the rest, and do so every time.
 
 First the suite is run as it is, twice: tests that do not pass both times belong to no task. The first run sees which
-functions tests enter: only those get bugs. With a bug, too, the suite is run twice, and must say the same.
+functions each test enters. A bug is tried on the tests that enter its function; if some fail, on the whole suite, which
+must say the same of these, and that all others pass.
 """
 
 import random
@@ -33,8 +34,8 @@ class Healthy:
     """That pass every time, by id."""
     flaky: Sequence[str]
     """That passed once."""
-    entered: frozenset[tuple[str, int]]
-    """Functions that tests enter: file and first line."""
+    entering: Mapping[tuple[str, int], Sequence[str]]
+    """Tests by the functions that they enter: file and first line."""
     seconds: float
     """Of the whole suite."""
 
@@ -67,10 +68,14 @@ async def examine(bench: Bench, package: Package) -> Healthy:
     if first is None or second is None:
         raise HarnessError(f"the tests of {package.name} {package.version} do not come to an end, or none passes")
     tests = [test for test in passed if second.outcomes.get(test) == "passed"]
+    entering = defaultdict[tuple[str, int], list[str]](list)
+    for test in tests:
+        for function in first.functions[test]:
+            entering[function].append(test)
     return Healthy(
         tests=tests,
         flaky=sorted(set(passed) - set(tests)),
-        entered=frozenset().union(*(first.functions[test] for test in tests)),
+        entering=entering,
         seconds=time.monotonic() - began_s,
     )
 
@@ -100,7 +105,7 @@ def _order(bench: Bench, package: Package, healthy: Healthy, seed: int) -> Seque
             if is_test_path(path):
                 continue
             for mutation in mutations(file.read_bytes().decode()):
-                if (path, mutation.function.first_line) in healthy.entered:
+                if (path, mutation.function.first_line) in healthy.entering:
                     found[path, mutation.function.name, mutation.kind].append(mutation)
     chosen = [(path, rng.choice(made)) for (path, _, _), made in sorted(found.items())]
     rng.shuffle(chosen)
@@ -116,16 +121,14 @@ async def _try(
     bench: Bench, package: Package, healthy: Healthy, path: str, mutation: Mutation, before: str, after: str
 ) -> Bug | None:
     limit_s, changed = 10 + 5 * healthy.seconds, {path: after}
-    whole = await bench.run(package, changed=changed, only=healthy.tests, timeout_s=limit_s)
-    if whole is None or whole.outcomes.keys() != set(healthy.tests):
-        return None
-    passed = whole.passed()
-    failing = [test for test in healthy.tests if test not in passed]
-    passing = [test for test in healthy.tests if test in passed]
+    entering = healthy.entering[path, mutation.function.first_line]
+    quick = await bench.run(package, changed=changed, only=entering, timeout_s=limit_s)
+    failing = [test for test in entering if quick and quick.outcomes.get(test) == "failed"]
     if not failing or len(failing) > _MOST_BROKEN * len(healthy.tests):
         return None
-    again = await bench.run(package, changed=changed, only=healthy.tests, timeout_s=limit_s)
-    if again is None or again.outcomes != whole.outcomes:
+    whole = await bench.run(package, changed=changed, only=healthy.tests, timeout_s=limit_s)
+    passing = [test for test in healthy.tests if test not in failing]
+    if whole is None or whole.outcomes != dict.fromkeys(failing, "failed") | dict.fromkeys(passing, "passed"):
         return None
     return Bug(
         kind=mutation.kind,
