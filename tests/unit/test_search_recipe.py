@@ -58,7 +58,7 @@ def test_train_and_heldout_share_no_entity_and_heldout_questions_do_not_depend_o
 
 def test_facts_of_another_world_are_others_so_that_answers_cannot_be_learnt_by_heart():
     def facts(seed):
-        return {(entity.name, fact.relation.name): fact.to.name for entity in make_world(4000, seed).train
+        return {(entity.name, fact.relation.name): fact.to.name for entity in make_world(4000, seed, 3).train
                 for fact in entity.facts}  # fmt: skip
 
     one, other = facts(0), facts(1)
@@ -77,7 +77,7 @@ def test_a_large_world_has_one_passage_per_entity_unique_names_and_namesakes():
 
 def test_what_cannot_be_generated_is_said():
     with pytest.raises(ConfigError, match="100 to"):
-        make_world(MAX_ENTITIES + 1, 0)
+        make_world(MAX_ENTITIES + 1, 0, 3)
     with pytest.raises(ConfigError, match=r"hops = \[4\]"):
         generate(split="train", num=1, seed=0, hops=[4])
     with pytest.raises(ConfigError, match="have more entities or fewer tasks"):

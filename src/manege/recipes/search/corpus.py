@@ -15,9 +15,11 @@ from pathlib import Path
 from manege.errors import ConfigError
 from manege.recipes.search.world import MAX_ENTITIES, Entity, make_world
 
-__all__ = ["NUM_ENTITIES", "passages", "write_corpus"]
+__all__ = ["NUM_ENTITIES", "NUM_FACTS", "passages", "write_corpus"]
 
 NUM_ENTITIES = 20_000
+NUM_FACTS = 3
+"""Of a passage, at most: with fewer, questions are easier."""
 _ASIDES = {
     "person": ("{a} collects old maps.", "Friends call {a} patient.", "{a} keeps bees.", "{a} plays the cello."),
     "company": ("{a} has {n} employees.", "{a} opened in {y}.", "{a} once made bicycles.", "{a} sponsors a choir."),
@@ -26,9 +28,9 @@ _ASIDES = {
 }
 
 
-def passages(num: int = NUM_ENTITIES, seed: int = 0) -> Iterator[dict[str, str]]:
+def passages(num: int = NUM_ENTITIES, seed: int = 0, num_facts: int = NUM_FACTS) -> Iterator[dict[str, str]]:
     """`id`, `title` and `text` of all, those of both splits among each other. Raises ConfigError."""
-    world = make_world(num, seed)
+    world = make_world(num, seed, num_facts)
     rng = random.Random(f"passages:{seed}")
     entities = [*world.train, *world.heldout]
     rng.shuffle(entities)
@@ -36,9 +38,9 @@ def passages(num: int = NUM_ENTITIES, seed: int = 0) -> Iterator[dict[str, str]]
         yield {"id": entity.id, "title": entity.name, "text": _text(entity, rng)}
 
 
-def write_corpus(path: Path, num: int = NUM_ENTITIES, seed: int = 0) -> int:
+def write_corpus(path: Path, num: int = NUM_ENTITIES, seed: int = 0, num_facts: int = NUM_FACTS) -> int:
     """The number of passages. Raises ConfigError."""
-    lines = [json.dumps(passage) for passage in passages(num, seed)]
+    lines = [json.dumps(passage) for passage in passages(num, seed, num_facts)]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return len(lines)
 
@@ -59,9 +61,10 @@ def main() -> int:
         "--num", type=int, default=NUM_ENTITIES, help=f"entities, at most {MAX_ENTITIES} (default: %(default)s)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the world (default: %(default)s)")
+    parser.add_argument("--facts", type=int, default=NUM_FACTS, help="of a passage, at most (default: %(default)s)")
     arguments = parser.parse_args()
     try:
-        num = write_corpus(arguments.file, arguments.num, arguments.seed)
+        num = write_corpus(arguments.file, arguments.num, arguments.seed, arguments.facts)
     except (ConfigError, OSError) as error:
         print(f"corpus: {error}", file=sys.stderr)
         return 2

@@ -8,7 +8,7 @@ import random
 from collections.abc import Sequence
 
 from manege.errors import ConfigError
-from manege.recipes.search.corpus import NUM_ENTITIES
+from manege.recipes.search.corpus import NUM_ENTITIES, NUM_FACTS
 from manege.recipes.search.world import Entity, Fact, make_world
 from manege.types import Task
 
@@ -23,12 +23,14 @@ def generate(
     hops: Sequence[int] = (1, 2, 3),
     num_entities: int = NUM_ENTITIES,
     world: int = 0,
+    num_facts: int = NUM_FACTS,
 ) -> Sequence[Task]:
-    """`num` questions of lengths `hops` over the corpus of `num_entities` with the seed `world`. Held-out ones do not
-    depend on `seed`: every run is judged on the same ones. Raises ConfigError when there are not as many."""
+    """`num` questions of lengths `hops` over the corpus of `num_entities` with the seed `world` and `num_facts` per
+    passage. Held-out ones do not depend on `seed`: every run is judged on the same ones. Raises ConfigError when there
+    are not as many."""
     if not hops or not set(hops) <= {1, 2, 3}:
         raise ConfigError(f"tasks.options.hops = {list(hops)!r}: questions have 1, 2 or 3 hops")
-    made = make_world(num_entities, world)
+    made = make_world(num_entities, world, num_facts)
     entities = made.heldout if split == "heldout" else made.train
     rng = random.Random(f"heldout:{world}" if split == "heldout" else f"train:{world}:{seed}")
     tasks: dict[str, Task] = {}

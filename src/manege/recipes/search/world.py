@@ -65,20 +65,20 @@ RELATIONS: Sequence[Relation] = (
         question="Who was the teacher of {a}?",
     ),
     Relation(
-        name="founder",
-        kind="company",
-        to="person",
-        sentences=("{a} was founded by {b}.", "The founder of {a} is {b}.", "{b} founded {a}."),
-        phrase="the founder of {a}",
-        question="Who founded {a}?",
-    ),
-    Relation(
         name="seat",
         kind="company",
         to="town",
         sentences=("{a} is based in {b}.", "The seat of {a} is {b}.", "{a} has its head office in {b}."),
         phrase="the town where {a} is based",
         question="Where is {a} based?",
+    ),
+    Relation(
+        name="founder",
+        kind="company",
+        to="person",
+        sentences=("{a} was founded by {b}.", "The founder of {a} is {b}.", "{b} founded {a}."),
+        phrase="the founder of {a}",
+        question="Who founded {a}?",
     ),
     Relation(
         name="mayor",
@@ -136,8 +136,9 @@ class World:
 
 
 @lru_cache(maxsize=2)
-def make_world(num: int, seed: int) -> World:
-    """Of `num` entities. Raises ConfigError for more than there are names, or too few to relate."""
+def make_world(num: int, seed: int, num_facts: int) -> World:
+    """Of `num` entities with `num_facts` facts each, or as many as their kind has. Raises ConfigError for more than
+    there are names, or too few to relate."""
     if not 100 <= num <= MAX_ENTITIES:
         raise ConfigError(f"num = {num} entities: a world has 100 to {MAX_ENTITIES}")
     rng = random.Random(f"world:{seed}")
@@ -148,7 +149,7 @@ def make_world(num: int, seed: int) -> World:
         splits["heldout"][kind], splits["train"][kind] = made[:cut], made[cut:]
     for split in splits.values():
         for entity in (entity for entities in split.values() for entity in entities):
-            _relate(entity, split, rng)
+            _relate(entity, split, num_facts, rng)
     return World(**{name: [each for kind in split.values() for each in kind] for name, split in splits.items()})
 
 
@@ -168,12 +169,11 @@ def _named(kind: str, num: int, rng: random.Random) -> Iterator[Entity]:
         number += 1
 
 
-def _relate(entity: Entity, split: Mapping[str, Sequence[Entity]], rng: random.Random) -> None:
-    for relation in RELATIONS:
-        if relation.kind == entity.kind:
+def _relate(entity: Entity, split: Mapping[str, Sequence[Entity]], num_facts: int, rng: random.Random) -> None:
+    for relation in [each for each in RELATIONS if each.kind == entity.kind][:num_facts]:
+        to = rng.choice(split[relation.to])
+        while to is entity:
             to = rng.choice(split[relation.to])
-            while to is entity:
-                to = rng.choice(split[relation.to])
-            sentence = rng.choice(relation.sentences).format(a=entity.name, b=to.name)
-            entity.facts.append(Fact(relation=relation, to=to, sentence=sentence))
+        sentence = rng.choice(relation.sentences).format(a=entity.name, b=to.name)
+        entity.facts.append(Fact(relation=relation, to=to, sentence=sentence))
     rng.shuffle(entity.facts)
