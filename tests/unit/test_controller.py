@@ -82,13 +82,16 @@ def test_nonsense_is_not_a_verdict(text):
         ('{"reward": 1}', Verdict(reward=1.0)),
         ('{"reward": null, "message": "no idea"}', Verdict(reward=None, message="no idea")),
         ('{"reward": 0.5, "message": null, "calls": {"a": 1}}', Verdict(reward=0.5, call_rewards={"a": 1.0})),
+        ('{"reward": 0, "hacks": ["forged results"]}', Verdict(reward=0.0, hacks=("forged results",))),
     ],
 )
 def test_a_verdict_may_come_with_a_message(text, verdict):
     assert parse_verdict(text, {"a"}) == verdict
 
 
-@pytest.mark.parametrize("rest", ['"message": 1', '"calls": null', '"calls": [1]', '"other": 1'])
+@pytest.mark.parametrize(
+    "rest", ['"message": 1', '"hacks": "x"', '"hacks": [1]', '"calls": null', '"calls": [1]', '"other": 1']
+)
 def test_an_object_of_another_kind_is_not_a_verdict(rest):
     with pytest.raises(ValueError, match="want a"):
         parse_verdict(f'{{"reward": 1, {rest}}}', ())

@@ -67,7 +67,7 @@ def parse_verdict(text: str, call_ids: Collection[CallId]) -> Verdict:
         reward=None if reward is None else float(reward),
         call_rewards={CallId(call_id): float(each) for call_id, each in earned.items()},
         message=None if message is None else message[:_MESSAGE_CHARS],
-        hacks=[line[:_MESSAGE_CHARS] for line in hacks],
+        hacks=tuple(line[:_MESSAGE_CHARS] for line in hacks),
     )
 
 
