@@ -18,7 +18,7 @@ test: .venv/dev
 
 full: .venv/dev
 	$(BIN)/manege harness install $(TESTED)
-	$(BIN)/python -m pytest -m "not harnesses"
+	$(BIN)/python -m pytest -m "not harnesses and not verl and not vllm"
 
 # Installs all known harnesses (3 GB), has each do a task, and writes what was seen to docs/reference/harnesses.md.
 harnesses: .venv/dev
@@ -66,9 +66,9 @@ clean:
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
 	touch $@
 
-# verl and Ray without a GPU, in an environment of their own (2 GB), and their tests.
+# verl and Ray without a GPU, in an environment of their own (2 GB), and their tests; -m verl alone: the heavy ones, too.
 verl: .venv-verl/ready
-	.venv-verl/bin/python -m pytest -m verl tests/verl
+	.venv-verl/bin/python -m pytest -m "verl and not full" tests/verl
 
 .venv-verl/ready: pyproject.toml requirements-verl.lock
 	$(PYTHON) -m venv .venv-verl

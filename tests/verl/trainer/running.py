@@ -98,9 +98,11 @@ def ray_started(folder):
                 port = listening.getsockname()[1]
             log = folder / f"ray{number}"
             command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", *RAY]
-            process = stack.enter_context(
-                subprocess.Popen([*command, f"--port={port}"], env=environment(), stdout=log.open("w"), stderr=-2)
-            )
+            with log.open("w") as file:
+                process = subprocess.Popen(
+                    [*command, f"--port={port}"], env=environment(), stdout=file, stderr=subprocess.STDOUT
+                )
+            stack.enter_context(process)
             stack.callback(process.terminate)
             while process.poll() is None:
                 if "Ray runtime started" in log.read_text():
