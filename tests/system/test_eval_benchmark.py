@@ -51,8 +51,8 @@ with urllib.request.urlopen(request) as response:
 """
 COMMANDS = {
     "add": r"sed -i 's/a - b/a + b/' add.py; printf 'caf\351 2\n' > latin.txt; cp $MANEGE_TASK_FILE seen; "
-    "rm gone.txt; echo x > build/out; echo x > kept.log; echo x > new.log; echo x >> 'arte fact[1].txt'; echo x > env/y; mkdir .git; "
-    "echo '* text eol=crlf' > .gitattributes",
+    "rm gone.txt; echo x > build/out; echo x > kept.log; echo x > new.log; echo x >> 'arte fact[1].txt'; "
+    "echo x > env/y; mkdir .git; echo '* text eol=crlf' > .gitattributes",
     "none": "cat add.py; rm -r build",
 }
 """What the model says for a problem."""

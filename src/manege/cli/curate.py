@@ -48,9 +48,7 @@ async def execute(arguments: argparse.Namespace) -> int:
         console.print(f"{sentence(step)}  {how}", highlight=False, soft_wrap=True)
 
     with FolderLock(folder):
-        probe = partial(
-            probe_rows, base=base, id_column=config.id, name=config.name, unsafe=arguments.unsafe, console=console
-        )
+        probe = partial(probe_rows, base=base, id_column=config.id, unsafe=arguments.unsafe, console=console)
         report = await curate(config, base=base, folder=folder, probe=probe, on_step=on_step)
         lack = write_report(report, folder)
     for output in report.outputs:

@@ -5,6 +5,7 @@ again in the probe's own store, beside the results. A rollout that was lost to t
 task, and is not counted.
 """
 
+import argparse
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -12,10 +13,10 @@ from pathlib import Path
 import orjson
 from rich.console import Console
 
-from manege.cli.arguments import with_files_of
+from manege.cli.arguments import read_run
 from manege.cli.evaluating import feeding
 from manege.cli.parts import check_agents
-from manege.config import RunConfig, load_config
+from manege.config import RunConfig
 from manege.curation.config import Probe
 from manege.curation.rows import Row
 from manege.curation.steps import row_id
@@ -37,7 +38,6 @@ async def probe_rows(
     *,
     base: Path,
     id_column: str,
-    name: str,
     unsafe: bool,
     console: Console,
 ) -> None:
@@ -61,7 +61,7 @@ async def probe_rows(
     first = next(tasks(), None)
     if first is None:
         return
-    config = _config(step, base, results.parent, name, unsafe)
+    config = _config(step, base, results.parent, unsafe)
     check_agents(config, [first], console)
     num_rows = sum(1 for _ in rows())
     with results.open("ab") as file:
@@ -84,12 +84,11 @@ async def probe_rows(
                     console.print(f"probe: {len(known):,} of {num_rows:,} tasks", highlight=False)
 
 
-def _config(step: Probe, base: Path, folder: Path, name: str, unsafe: bool) -> RunConfig:
+def _config(step: Probe, base: Path, folder: Path, unsafe: bool) -> RunConfig:
     """The run file's, in a folder of the probe's own."""
     assert step.run is not None
-    file = base / step.run
-    overrides = [*step.overrides, f"folder={folder}", *(["sandbox.unsafe=true"] if unsafe else [])]
-    return with_files_of(file.parent.absolute(), load_config(file, overrides))
+    overrides = [*step.overrides, f"folder={folder}"]
+    return read_run(argparse.Namespace(run_file=base / step.run, overrides=overrides, unsafe=unsafe, quick=False))
 
 
 def _known(results: Path) -> dict[str, str]:
