@@ -33,7 +33,7 @@ def run_of(agent, folder):
     """The run file, over a smaller world, with one of the agents."""
     tree = load_config(RECIPE / "run.toml", [f"folder={folder}"]).to_json()
     service = tree["services"]["search"]["run"]
-    service[2] = service[2].replace('corpus.jsonl" &&', f'corpus.jsonl" --num {NUM} &&')
+    service[2] = service[2].replace('corpus.jsonl" --facts 1 &&', f'corpus.jsonl" --num {NUM} --facts 3 &&')
     assert f"--num {NUM}" in service[2]
     env = {"QUESTION": "{question}", "SEARCH_PROTOCOL": "text" if agent == "text" else "tools", "SEARCH_TOP_K": "2"}
     tree["agent"]["env"] = env
@@ -54,10 +54,10 @@ def policy(tasks, *, by_text, answers=True):
         chain, turn = task.hidden["chain"], num_turns(asked)
         if turn < len(chain):
             title = chain[turn]["title"]
-            return f"SEARCH {title}" if by_text else tool_call("search", {"query": title})
+            return f"search {title}" if by_text else tool_call("search", {"query": title})
         known = all(step["fact"] in asked for step in chain)
         said = task.hidden["answers"][0] if known and answers else "Nowhere"
-        return f"ANSWER {said}" if by_text else said
+        return f"answer {said}" if by_text else said
 
     return scripted(from_text(act))
 

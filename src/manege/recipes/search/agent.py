@@ -2,8 +2,8 @@
 
 An ordinary program. It takes its model endpoint from OPENAI_BASE_URL and OPENAI_API_KEY, the service's address from
 MANEGE_SERVICE_SEARCH and its question from QUESTION; its answer is the last line on stdout. With SEARCH_PROTOCOL=tools
-the model calls a tool and answers in words; with `text` it writes SEARCH or ANSWER at the beginning of a line, for
-models that know no tools. SEARCH_TOP_K, MAX_TURNS and MAX_REPLY_TOKENS bound what it sees and says.
+the model calls a tool and answers in words; with `text` it begins its reply with `search` or `answer`, for models that
+know no tools, which are shown how. SEARCH_TOP_K, MAX_TURNS and MAX_REPLY_TOKENS bound what it sees and says.
 """
 
 import json
@@ -35,11 +35,15 @@ TOOL = {
         },
     },
 }
-WITH_TEXT = "Look up facts. Reply with one line only: SEARCH name, or ANSWER name."
+WITH_TEXT = "Look up facts. Reply with one line only: search name, or answer name."
 DEMONSTRATION = [
-    ("Who founded the employer of Ivan Petrov?", "SEARCH Ivan Petrov"),
-    ("Ivan Petrov works for Bell Tea House.", "SEARCH Bell Tea House"),
-    ("Bell Tea House was founded by Maria Lopez.", "ANSWER Maria Lopez"),
+    ("Where is Bell Tea House based?", "search Bell Tea House"),
+    ("Bell Tea House is based in Lyon. Bell Tea House sells tea.", "answer Lyon"),
+    ("Who is the employer of Tim Young?", "search Tim Young"),
+    ("Tim Young works for Happy Boat Club. Tim Young plays chess.", "answer Happy Boat Club"),
+    ("Where is the employer of Ivan Petrov based?", "search Ivan Petrov"),
+    ("Ivan Petrov likes to swim. Ivan Petrov works for Globe Music Store.", "search Globe Music Store"),
+    ("Globe Music Store is based in Paris. Globe Music Store opened in 1950.", "answer Paris"),
 ]
 
 
@@ -72,7 +76,7 @@ def answer_by_tools(question: str) -> str | None:
 
 
 def answer_by_text(question: str) -> str | None:
-    """What follows ANSWER; a reply that is neither ends the work."""
+    """What follows `answer`; a reply that is neither ends the work."""
     client = OpenAI()
     messages: list[Any] = [{"role": "system", "content": WITH_TEXT}]
     for asked, replied in DEMONSTRATION:
@@ -81,13 +85,14 @@ def answer_by_text(question: str) -> str | None:
     for _ in range(MAX_TURNS):
         completion = client.chat.completions.create(model="default", messages=messages, max_tokens=MAX_REPLY_TOKENS)
         reply = completion.choices[0].message.content or ""
-        said = re.match(r"\s*(SEARCH|ANSWER)[ :]+([^\n]*\w[^\n]*)", reply)
+        said = re.match(r"\s*(search|answer)[ :]+([^\n]*\w[^\n]*)", reply, re.IGNORECASE)
         if said is None:
-            print(f"neither SEARCH nor ANSWER: {reply!r}", file=sys.stderr)
+            print(f"neither search nor answer: {reply!r}", file=sys.stderr)
             return None
-        if said[1] == "ANSWER":
+        if said[1].lower() == "answer":
             return said[2].strip()
-        messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": search(said[2])}]
+        found = "\n".join(passage["text"] for passage in passages_on(said[2])) or "nothing was found"
+        messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": found}]
     print("no turn left", file=sys.stderr)
     return None
 
@@ -102,7 +107,13 @@ def search_for(arguments: str) -> str:
 
 
 def search(query: str) -> str:
-    """The best passages, one a line."""
+    """The best passages with their titles, one a line."""
+    found = [f"{passage['title']}: {passage['text']}" for passage in passages_on(query)]
+    return "\n".join(found) or "nothing was found"
+
+
+def passages_on(query: str) -> list[dict[str, Any]]:
+    """The best ones first."""
     request = urllib.request.Request(
         os.environ["MANEGE_SERVICE_SEARCH"] + "/search",
         json.dumps({"queries": [query], "top_k": TOP_K}).encode(),
@@ -110,7 +121,7 @@ def search(query: str) -> str:
     )
     with urllib.request.urlopen(request, timeout=120) as response:
         [passages] = json.load(response)["results"]
-    return "\n".join(f"{passage['title']}: {passage['text']}" for passage in passages) or "nothing was found"
+    return passages
 
 
 if __name__ == "__main__":
