@@ -16,7 +16,7 @@ sys.path.append(str(ROOT / "tests" / "tiny"))
 from tiny_tasks import generate
 
 pytestmark = [
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(UNSAFE.unsafe, reason="agents cannot be isolated on this machine"),
 ]
 
@@ -50,7 +50,7 @@ def start(folder, *more):
 
 
 def curated(folder, *more):
-    code, out, err = finish(start(folder, *more), 200)
+    code, out, err = finish(start(folder, *more), 300)
     assert code == 0, err
     return json.loads(out)
 
@@ -62,7 +62,7 @@ def results(folder):
 
 
 def wait_for_results(process, folder, num):
-    deadline = time.monotonic() + 150
+    deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         assert process.poll() is None, process.communicate()
         if list((folder / "out").glob("probes/*/results.jsonl")) and results(folder).read_bytes().count(b"\n") >= num:
@@ -131,7 +131,7 @@ def test_rows_become_tasks_by_a_function_that_is_named(tmp_path):
         "def task(row):\n"
         "    return Task(id=row['id'], input={'first': row['start']}, hidden={'second': 'b', 'value': row['answer']})\n"
     )
-    code, _, err = finish(start(tmp_path), 100)
+    code, _, err = finish(start(tmp_path), 300)
     assert code == 2
     assert "a row is no task" in err
     report = curated(tmp_path, "steps.0.task=making:task", "steps.0.rollouts=2", "steps.1.unsolved=9")

@@ -21,6 +21,7 @@ from tests.system.test_training import finish, manege
 
 pytestmark = [
     pytest.mark.anyio,
+    pytest.mark.timeout(500),
     pytest.mark.skipif(UNSAFE.unsafe, reason="agents cannot be isolated on this machine"),
 ]
 
@@ -132,7 +133,7 @@ async def predict(folder, url, *more):
     words = ["eval", folder / "run.toml", "--benchmark", "swebench-verified", "--rows", folder / "rows.jsonl", "--json"]
     settings = [f"gateway.engine_url={url}", f"model.path={folder / 'model'}", f"folder={folder / 'out'}"]
     process = manege(*words, *settings, *more)
-    code, out, err = await asyncio.to_thread(finish, process, 100)
+    code, out, err = await asyncio.to_thread(finish, process, 300)
     assert code == 0, err
     return json.loads(out), err
 
@@ -176,7 +177,7 @@ async def test_patches_of_agents_apply_to_the_commit_and_nothing_is_done_twice(t
 
         refused = ["eval", tmp_path / "run.toml", "--benchmark", "swebench-verified", "--rows", tmp_path / "rows.jsonl"]
         process = manege(*refused, f"model.path={TINY_MODEL}", f"folder={tmp_path / 'out'}")
-        code, _, err = await asyncio.to_thread(finish, process, 100)
+        code, _, err = await asyncio.to_thread(finish, process, 300)
         assert code == 2
         assert "predictions of another model" in err
 

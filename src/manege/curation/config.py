@@ -4,12 +4,13 @@ Steps are `[[steps]]` tables, in the order in which they are done; `kind` says w
 else.
 """
 
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from manege.config import override
 from manege.errors import ConfigError
@@ -29,6 +30,9 @@ __all__ = [
 ]
 
 
+File = Annotated[str, AfterValidator(os.path.expanduser)]
+
+
 class NotEmpty(Section):
     """Drops rows that have nothing in a column."""
 
@@ -42,7 +46,7 @@ class HasRef(Section):
     kind: Literal["has_ref"]
     column: str | None = None
     """Where a row names it; None: the column of ids."""
-    refs: str | None = None
+    refs: File | None = None
     """A file that lists those that exist, one a line; or ..."""
     remote: str | None = None
     """... a repository to ask (`git ls-remote`), with `{column}` for a value of the row. What it answers is not part of
@@ -71,7 +75,7 @@ class Decontaminate(Section):
     column: str = "repo"
     repos: list[str] = Field(default_factory=list)
     """Of the evaluation, in any of the spellings that are known (docs/guides/curation.md)."""
-    rows: list[str] = Field(default_factory=list)
+    rows: list[File] = Field(default_factory=list)
     """Files of the evaluation's rows, for their `repo` and statements."""
     statement: str = "problem_statement"
     ngram: PositiveInt | None = None
@@ -92,13 +96,14 @@ class Probe(Section):
     `probe_successes`."""
 
     kind: Literal["probe"]
-    run: str | None = None
+    run: File | None = None
     """The run file with model, agent and scorer; or ..."""
-    results: str | None = None
+    results: File | None = None
     """... a file of what was seen before, rows of `id`, `rollouts` and `successes`."""
     rollouts: PositiveInt = 8
     """Per task."""
     temperature: Annotated[float, Field(ge=0)] = 1.0
+    """Of its rollouts."""
     task: str | None = None
     """`module:function` that makes a task of a row, f(row) -> Task; None: rows are `id`, `input` and `hidden`."""
     overrides: list[str] = Field(default_factory=list)
@@ -140,7 +145,7 @@ class CurationConfig(Section):
     """A curation file."""
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=64)]
-    input: list[str]
+    input: list[File]
     """Files of rows: JSON lines (.jsonl, .jsonl.zst) or Parquet, relative to the curation file."""
     id: str = "instance_id"
     """The column that tells rows apart."""
@@ -149,6 +154,7 @@ class CurationConfig(Section):
     format: Literal["jsonl", "parquet"] = "jsonl"
     """Of what comes out."""
     steps: list[StepConfig]
+    """In the order in which they are done."""
 
     @model_validator(mode="after")
     def _probed_before(self) -> "CurationConfig":

@@ -20,7 +20,7 @@ from manege.recipes.coding.places import Places, default_folder
 from manege.recipes.coding.suite import test_file
 from manege.types import Task
 
-__all__ = ["load", "prepare", "to_task"]
+__all__ = ["from_row", "load", "prepare", "to_task"]
 
 _HELDOUT_OF = 5
 """One of so many is held out."""
@@ -29,17 +29,17 @@ _HELDOUT_OF = 5
 def load(
     *,
     split: str,
-    num: int | None,
+    num: int,
     seed: int,
     folder: str | None = None,
     file: str | None = None,
     packages: Sequence[str] = (),
     locate: bool = False,
 ) -> Sequence[Task]:
-    """`folder`: of the builder; None: its default. `file`: JSONL to read instead of the folder's `tasks.jsonl`. What is
-    held out is the same for every seed: with `{split}` in the name of `file`, what it says; with `packages`, of which
-    alone tasks are taken, a fifth of their tasks; else a fifth of all packages. `locate`: name the function,
-    in the field `place`. Raises ConfigError."""
+    """`num` at most. `folder`: of the builder; None: its default. `file`: JSONL to read instead of the folder's
+    `tasks.jsonl`. What is held out is the same for every seed: with `{split}` in the name of `file`, what it says; with
+    `packages`, of which alone tasks are taken, a fifth of their tasks; else a fifth of all packages. `locate`: name the
+    function, in the field `place`. Raises ConfigError."""
     places = Places(Path(folder).expanduser().absolute() if folder else default_folder())
     path = Path(file.replace("{split}", split)).expanduser() if file else places.tasks
     prepared = {package.release: package for package in known() if places.python(package.name).exists()}
@@ -58,6 +58,19 @@ def load(
     if split != "heldout":
         random.Random(seed).shuffle(tasks)
     return tasks[:num]
+
+
+def from_row(row: Mapping[str, Any]) -> Task:
+    """One row whose package is prepared in the default folder, for `manege curate`. Raises ConfigError."""
+    places = Places(default_folder())
+    release = row["instance_id"].rpartition("__")[0].rpartition(".")[0]
+    package = next((package for package in known() if package.release == release), None)
+    if package is None or not places.python(package.name).exists():
+        raise ConfigError(
+            f"task {row['instance_id']!r}: its package is not prepared in {places.folder}; run "
+            "python -m manege.recipes.coding.build"
+        )
+    return to_task(row, package, places)
 
 
 def to_task(row: Mapping[str, Any], package: Package, places: Places, *, locate: bool = False) -> Task:
