@@ -18,7 +18,7 @@ class KubernetesConfig(Section):
     """A Jinja template of a Job, with `input`, `rollout`, `env` and `job_name`: a file beside the run file, or its
     text; None: built from `image` and `agent.run`."""
     image: str | None = None
-    """The agent's image."""
+    """The agent's image; `{field}` is replaced by that field of the task's input, in `scorer_image`, too."""
     scorer_image: str | None = None
     """The scorer's; None: the agent's."""
     namespace: str | None = None

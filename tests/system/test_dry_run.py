@@ -18,7 +18,7 @@ TINY = ROOT / "tests" / "tiny" / "run.toml"
 MODELS = {
     "search/gpus.toml": ("llama-3.2-3b-instruct.json", "80", "3,212,749,824"),
     "paper/general.toml": ("qwen3-4b-instruct-2507.json", "80", "4,022,468,096"),
-    "paper/coding.toml": ("qwen3.5-9b.json", "139", "9,409,813,744"),
+    "coding/gpus.toml": ("qwen3.5-9b.json", "139", "9,409,813,744"),
 }
 WATCHED = """
 import sys
@@ -47,7 +47,12 @@ def test_it_starts_nothing_and_loads_no_torch(tmp_path):
 
 
 def offline(recipe, folder):
-    """Questions of a file, for those that come from the hub."""
+    """Tasks of a file, for those that come from the hub or are built first."""
+    if recipe == "coding/gpus.toml":
+        fields = '{"problem_statement": "broken", "environment": "/e", "source": "/s"}'
+        for split in ("train", "heldout"):
+            (folder / f"{split}.jsonl").write_text(f'{{"id": "{split}", "input": {fields}}}')
+        return [f"tasks.{split}={folder}/{split}.jsonl" for split in ("train", "heldout")]
     if recipe != "search/gpus.toml":
         return []
     for split in ("train", "heldout"):

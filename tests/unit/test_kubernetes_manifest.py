@@ -114,6 +114,14 @@ def test_containers_follow_the_stages_of_a_run(changes, kubernetes, init, main):
     assert [each["name"] for each in pod["containers"]] == main
 
 
+def test_each_task_may_have_an_image_of_its_own():
+    task = Task(id="t", input={"question": "?", "image_name": "repository.1234"})
+    manifest = made(config(image="agents/{image_name}:1"), claim(task=task))
+    assert {container["image"] for container in containers_of(manifest).values()} == {"agents/repository.1234:1"}
+    with pytest.raises(HarnessError, match=r"kubernetes\.image = 'agents/.other.'"):
+        made(config(image="agents/{other}"), claim(task=task))
+
+
 def test_a_control_has_everything_but_the_agent():
     settings = config(agent={"setup": ["s"]}, workspace="/repo")
     manifest = made(settings, control="control")

@@ -153,7 +153,7 @@ def _built(claim: Claim, config: RunConfig, *, control: bool) -> dict[str, Any]:
     is_scored = claim.rollout.spec.reward_from == "scorer"
     workspace = settings.workspace or "/workspace"
     pristine = _PRISTINE if is_scored and config.scorer.restore else None
-    image = {"image": settings.image}
+    image = {"image": _image(settings.image, "image", claim)}
     elsewhere = [{"name": "workspace", "mountPath": str(_HERE.workspace)}]
     kept = [*elsewhere, {"name": "pristine", "mountPath": _PRISTINE}] if pristine else elsewhere
     before: list[dict[str, Any]] = []
@@ -179,7 +179,7 @@ def _built(claim: Claim, config: RunConfig, *, control: bool) -> dict[str, Any]:
             "workingDir": workspace, "volumeMounts": list(in_place), "resources": _resources(config),
             "securityContext": dict(_DROPPED),
         })  # fmt: skip
-    main = [_scorer(config, workspace, pristine)] if is_scored else [before.pop()]
+    main = [_scorer(claim, config, workspace, pristine)] if is_scored else [before.pop()]
     volumes = [{"name": "workspace", "emptyDir": {}}, *([{"name": "pristine", "emptyDir": {}}] if pristine else [])]
     spec: dict[str, Any] = {
         "initContainers": before,
@@ -194,7 +194,13 @@ def _built(claim: Claim, config: RunConfig, *, control: bool) -> dict[str, Any]:
     return {"apiVersion": "batch/v1", "kind": "Job", "spec": {"template": {"spec": spec}}}
 
 
-def _scorer(config: RunConfig, workspace: str, pristine: str | None) -> dict[str, Any]:
+def _image(template: str | None, name: str, claim: Claim) -> str | None:
+    """`name`: of the setting."""
+    fields = claim.rollout.spec.task.input
+    return template and fill_from(template, fields, setting=f"kubernetes.{name}", source="the task's input")
+
+
+def _scorer(claim: Claim, config: RunConfig, workspace: str, pristine: str | None) -> dict[str, Any]:
     settings, scorer = config.kubernetes, config.scorer
     words = _command(scorer.run, "scorer.run")
     script = scorer_script(
@@ -210,7 +216,7 @@ def _scorer(config: RunConfig, workspace: str, pristine: str | None) -> dict[str
     if pristine is not None:
         mounts.append({"name": "pristine", "mountPath": pristine, "readOnly": True})  # type: ignore[dict-item]
     command = ["sh", "-c", script, "sh", *_literal(word.replace(_VERDICT, str(CHANNEL)) for word in words)]
-    image = settings.scorer_image or settings.image
+    image = _image(settings.scorer_image, "scorer_image", claim) or _image(settings.image, "image", claim)
     return {"name": SCORER, "image": image, "command": command, "volumeMounts": mounts, "resources": _resources(config)}
 
 
