@@ -57,7 +57,8 @@ async def test_rollouts_of_a_gateway_elsewhere_are_a_run_of_their_own(tmp_path, 
     (tmp_path / "key").write_text(OPERATOR_KEY)
     (tmp_path / "tasks.jsonl").write_text('{"id": "a", "input": {"question": "q"}}\n')
     (tmp_path / "run.toml").write_text(
-        'name = "run"\ntasks = { train = "none.jsonl", heldout = "tasks.jsonl" }\nevaluation = { temperatures = [1.0] }\n'
+        'name = "run"\ntasks = { train = "none.jsonl", heldout = "tasks.jsonl" }\n'
+        "evaluation = { temperatures = [1.0] }\n"
         'agent = { run = "tests.programs:ask_once", env = { QUESTION = "{question}" } }\n'
         'scorer = { run = "tests.programs:score_one" }\n'
     )
