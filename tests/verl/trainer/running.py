@@ -127,7 +127,7 @@ class Trainings:
         return logged(folder), text
 
     def run_and_kill(self, folder, mode, *, step, timeout_s=1200, **settings):
-        """Killed while it trains the step after the checkpoint of `step`."""
+        """Killed when the checkpoint of `step` is there."""
         latest = folder / "checkpoints" / "latest_checkpointed_iteration.txt"
         deadline = time.monotonic() + timeout_s
         with self._started(folder, mode, **settings) as process:

@@ -119,9 +119,10 @@ def test_colocate_async_goes_on_after_it_was_killed(tmp_path, trainings):
     assert any(r.outcome is Outcome.OK and r.reward is None for r, _ in rollouts)
     later = [group for group in groups if group.id not in {group.id for group in before}]
     assert min(versions(later)) >= 2
-    trained = [trained_groups(tmp_path, step) for step in (1, 2, 3, 4)]
-    assert [len(uids) for uids in trained] == [FEWER] * 4
-    assert len(set.union(*trained)) == 4 * FEWER
+    # verl lists what step 2 had trained after its checkpoint, and did not come to it.
+    trained = [trained_groups(tmp_path, step) for step in (1, 3, 4)]
+    assert [len(uids) for uids in trained] == [FEWER] * 3
+    assert len(set.union(*trained)) == 3 * FEWER
     assert max(row["training/off_policy/trajectory_staleness_worst/max"] for row in steps.values()) >= 1
 
 
