@@ -5,6 +5,7 @@ A Ray that we start lets in only who has the key that is made here, so that no o
 
 import os
 import secrets
+import warnings
 
 from manege.config import BackendConfig
 
@@ -30,4 +31,6 @@ def prepare(backend: BackendConfig, *, cpu: bool) -> dict[str, str]:
         # Workers that are started in advance have none of the ranks' variables, and are never used.
         os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
     os.environ |= ranks
+    # Of each of verl's engines that is not installed.
+    warnings.filterwarnings("ignore", r"\w+ engine is not available", UserWarning)
     return ranks
