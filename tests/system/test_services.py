@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 import sys
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -15,6 +16,7 @@ from manege.cli.machine import Machine
 from manege.cli.plan import make_plan
 from manege.cli.services import refuse_services, services_started, with_ports
 from manege.errors import ConfigError, ServiceError
+from manege.sandbox.probe import probe
 from manege.store.base import Ending
 from manege.types import Outcome, RolloutSpec, Task
 from tests.conftest import OPERATOR_KEY, TINY_MODEL
@@ -31,6 +33,14 @@ request = urllib.request.Request(os.environ["MANEGE_SERVICE_ECHO"] + "/a?b=c", b
 print(urllib.request.urlopen(request).read().decode())
 """
 SCORE = "import json, sys; print(float('PUT' in json.load(sys.stdin)['attempt']['stdout']))"
+RUN_FILE = """
+name = "run"
+model = {{ path = "{model}", device = "cpu" }}
+tasks.train = "tasks.jsonl"
+agent.run = ["python", "-c", {ask}]
+services.echo.run = ["python", "./service_program.py", "{{port}}"]
+scorer.run = ["python", "-c", {score}]
+"""
 
 
 def run_of(folder, service=None, **others):
@@ -130,6 +140,18 @@ async def test_an_agent_in_its_sandbox_reaches_the_service_of_its_run(client, tm
     assert rollout.reward == 1.0, rollout.evidence
     told = json.loads(rollout.evidence["stdout_tail"])
     assert (told["method"], told["path"], told["body"]) == ("PUT", "/a?b=c", "body")
+
+
+def test_a_run_file_starts_its_services_and_ends_them(tmp_path):
+    (tmp_path / "run.toml").write_text(RUN_FILE.format(model=TINY_MODEL, ask=json.dumps(ASK), score=json.dumps(SCORE)))
+    (tmp_path / "tasks.jsonl").write_text('{"id": "t", "input": {}}')
+    (tmp_path / "service_program.py").write_text(Path(PROGRAM).read_text())
+    command = [sys.executable, "-c", "from manege.cli.main import main; raise SystemExit(main())", "run", "run.toml"]
+    command += [f"folder={tmp_path / 'run'}", f"sandbox.unsafe={str(not probe().isolates).lower()}"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=150)
+    assert "outcome ok, reward 1" in done.stdout, done.stdout + done.stderr
+    [stdout] = (tmp_path / "run").glob("rollouts/*/0/stdout.txt")
+    assert not Path(f"/proc/{json.loads(stdout.read_text())['pid']}").exists()
 
 
 def test_a_gateway_elsewhere_takes_only_addresses(tmp_path):
