@@ -13,7 +13,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
+from importlib.resources import files
 from pathlib import Path
+
+import zstandard
 
 from manege.errors import ManegeError
 from manege.recipes.coding.bench import Bench
@@ -25,7 +28,7 @@ from manege.recipes.coding.validate import Bug, examine, find_bugs
 from manege.sandbox.launcher import Launcher
 from manege.sandbox.probe import probe
 
-__all__ = ["build", "main", "row"]
+__all__ = ["build", "main", "row", "take_shipped"]
 
 _TRIES = 8
 """Bugs tried for each one that is wanted, at most."""
@@ -40,10 +43,15 @@ def main() -> None:
     parser.add_argument("--packages", default="", metavar="A,B", help="only these")
     parser.add_argument("--per-package", type=int, default=12, metavar="N", help="tasks (%(default)s)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--shipped", action="store_true", help="prepare the packages, and take the tasks made for you")
     arguments = parser.parse_args()
     try:
         packages = select([name for name in arguments.packages.split(",") if name])
-        asyncio.run(build(Places(arguments.folder.absolute()), packages, arguments.per_package, arguments.seed))
+        places = Places(arguments.folder.absolute())
+        if arguments.shipped:
+            take_shipped(places, packages)
+        else:
+            asyncio.run(build(places, packages, arguments.per_package, arguments.seed))
     except ManegeError as error:
         sys.exit(f"build: {error}")
 
@@ -71,6 +79,17 @@ async def build(places: Places, packages: Sequence[Package], per_package: int, s
     return rows
 
 
+def take_shipped(places: Places, packages: Sequence[Package]) -> None:
+    """What `build` made of these packages with seed 0, without trying a bug again. Raises HarnessError."""
+    text = zstandard.decompress(files("manege.recipes.coding").joinpath("tasks.jsonl.zst").read_bytes()).decode()
+    wanted = {f"pypi/{package.release}": package for package in packages}
+    lines = [line for line in text.splitlines(keepends=True) if json.loads(line)["repo"] in wanted]
+    for repo in dict.fromkeys(json.loads(line)["repo"] for line in lines):
+        prepare(wanted[repo], places)
+    _write(places.tasks, "".join(lines))
+    print(f"{len(lines)} tasks in {places.tasks}")
+
+
 def row(package: Package, bug: Bug, released: str) -> Mapping[str, str | list[str]]:
     """A task in SWE-smith's columns (https://huggingface.co/datasets/SWE-bench/SWE-smith)."""
     digest = hashlib.sha256(bug.patch.encode()).hexdigest()[:8]
@@ -93,7 +112,7 @@ async def _bugs(bench: Bench, package: Package, per_package: int, seed: int) -> 
     if (known.get("version"), known.get("seed")) != (package.version, seed):
         known = {"version": package.version, "seed": seed, "num_tried": 0, "bugs": []}
     bugs, num_tried = [Bug(**fields) for fields in known["bugs"]], known["num_tried"]
-    if len(bugs) >= per_package or num_tried >= _TRIES * per_package:
+    if len(bugs) >= per_package or num_tried >= _TRIES * per_package or known.get("is_exhausted"):
         return bugs[:per_package]
     began_s = time.monotonic()
     await asyncio.to_thread(prepare, package, bench.places)
@@ -106,6 +125,8 @@ async def _bugs(bench: Bench, package: Package, per_package: int, seed: int) -> 
         _write(made, json.dumps(kept))
         if len(bugs) == per_package or num_tried == _TRIES * per_package:
             break
+    else:
+        _write(made, json.dumps({**json.loads(made.read_text(encoding="utf-8")), "is_exhausted": True}))
     print(
         f"{package.name} {package.version}: {len(bugs)} tasks of {num_tried} bugs, {len(healthy.tests)} tests in "
         f"{healthy.seconds:.1f} s, {len(healthy.flaky)} flaky, {(time.monotonic() - began_s) / 60:.1f} minutes",
