@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from manege.recipes.search.retrieval.bm25 import K1, B, BM25Index
 from manege.recipes.search.retrieval.corpus import Passage
-from manege.recipes.search.retrieval.words import Stems, words_of
+from manege.recipes.search.retrieval.words import words_of
 
 # Stop words, two forms of one stem, a word that is not ASCII, punctuation.
 WORDS = ["the", "of", "film", "Films", "Łódź", "river", "rivers,", "1897", "x", "novel.", "it's", "snow", "snowed"]
@@ -21,18 +21,14 @@ def passages(texts):
     return [Passage(id=str(number), title="", text=text) for number, text in enumerate(texts)]
 
 
-def words(text):
-    return list(words_of(text, Stems()))
-
-
 def by_the_formula(texts, query, top_k):
-    counts = [Counter(words(text)) for text in texts]
+    counts = [Counter(words_of(text)) for text in texts]
     lengths = [count.total() for count in counts]
     mean = sum(lengths) / len(lengths) or 1
     scores = []
     for count, length in zip(counts, lengths, strict=True):
         score = 0.0
-        for word in words(query):
+        for word in words_of(query):
             num_with = sum(word in other for other in counts)
             idf = math.log(1 + (len(texts) - num_with + 0.5) / (num_with + 0.5))
             if count[word]:
@@ -69,7 +65,7 @@ def test_the_folder_holds_what_the_library_would_have_built(tmp_path):
     texts = ["Dracula is a novel by Bram Stoker", "a novel idea", "rivers of snow", "novel novel snow"]
     BM25Index.build(passages(texts), tmp_path, block_words=4)
     theirs = bm25s.BM25(k1=K1, b=B, method="lucene")
-    theirs.index([words(text) for text in texts], show_progress=False)
+    theirs.index([words_of(text) for text in texts], show_progress=False)
     ours = bm25s.BM25.load(tmp_path)
     for word in ("novel", "snow", "stoker", "river"):
         assert ours.get_scores([word]) == pytest.approx(theirs.get_scores([word]))

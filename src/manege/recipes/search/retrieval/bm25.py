@@ -25,14 +25,14 @@ import orjson
 from numpy.lib.format import open_memmap
 
 from manege.recipes.search.retrieval.corpus import Passage
-from manege.recipes.search.retrieval.words import Stems, words_of
+from manege.recipes.search.retrieval.words import Stems, raw_words, words_of
 
 __all__ = ["K1", "B", "BM25Index"]
 
 K1, B = 0.9, 0.4
 """Of Anserini and of the BM25 in https://arxiv.org/abs/2004.04906, for passages of about 100 words."""
 BLOCK_WORDS = 4_000_000
-"""About 250 MB while a block is sorted."""
+"""About 300 MB while a block is sorted."""
 
 
 class BM25Index:
@@ -57,7 +57,7 @@ class BM25Index:
         return [self._search(query, top_k) for query in queries]
 
     def _search(self, query: str, top_k: int) -> list[tuple[int, float]]:
-        ids = self._bm25.get_tokens_ids(list(words_of(query, Stems())))
+        ids = self._bm25.get_tokens_ids(words_of(query))
         if not ids:
             return []
         scores_N = self._bm25.get_scores_from_ids(ids)
@@ -69,42 +69,55 @@ class BM25Index:
         return [(int(number), float(scores_N[number])) for number in best]
 
 
+class _Ids(dict[str, int]):
+    """The number of each word's stem, in the order in which they came; -1 for stop words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_stems: dict[str, int] = {}
+        self._stems = Stems()
+
+    def __missing__(self, word: str) -> int:
+        stem = self._stems.of(word)
+        number = self[word] = self.of_stems.setdefault(stem, len(self.of_stems)) if stem else -1
+        return number
+
+
 class _Counts:
     """Of all passages that were added."""
 
     def __init__(self, folder: Path, block_words: int) -> None:
         self._folder, self._block_words = folder, block_words
-        self._stems = Stems()
-        self._ids: dict[str, int] = {}
-        self._lengths = array("i")
-        self._block = array("i")
-        self._block_start = 0
-        self._num_blocks = 0
+        self._ids = _Ids()
+        self._block, self._ends = array("i"), array("i")
+        self._lengths: list[npt.NDArray[np.int64]] = []
+        self._num_passages = 0
 
     def add(self, text: str) -> None:
-        before, ids = len(self._block), self._ids
-        self._block.extend([ids.setdefault(word, len(ids)) for word in words_of(text, self._stems)])
-        self._lengths.append(len(self._block) - before)
+        self._block.extend(map(self._ids.__getitem__, raw_words(text)))
+        self._ends.append(len(self._block))
         if len(self._block) >= self._block_words:
             self.write_block()
 
     def write_block(self) -> None:
-        lengths = np.asarray(self._lengths[self._block_start :])
-        passages = np.repeat(np.arange(len(lengths), dtype=np.int64) + self._block_start, lengths)
-        pairs_P, counts_P = np.unique(np.asarray(self._block, np.int64) << 32 | passages, return_counts=True)
-        postings_3P = np.stack([pairs_P >> 32, pairs_P & (2**32 - 1), counts_P]).astype(np.int32)
-        np.save(self._block_path(self._num_blocks), postings_3P)
-        self._num_blocks += 1
-        self._block_start = len(self._lengths)
-        self._block = array("i")
+        ids, num = np.asarray(self._block, np.int64), len(self._ends)
+        passages = np.repeat(np.arange(num), np.diff(np.asarray(self._ends), prepend=0))[ids >= 0]
+        self._lengths.append(np.bincount(passages, minlength=num))
+        pairs_P, counts_P = np.unique(ids[ids >= 0] << 32 | passages, return_counts=True)
+        passages_P = (pairs_P & (2**32 - 1)) + self._num_passages
+        np.save(
+            self._block_path(len(self._lengths) - 1), np.stack([pairs_P >> 32, passages_P, counts_P]).astype(np.int32)
+        )
+        self._num_passages += num
+        self._block, self._ends = array("i"), array("i")
 
     def write_index(self) -> None:
         """In the format of bm25s: for word w, the passages and scores in indptr[w]:indptr[w + 1]."""
-        num_with_V = np.zeros(len(self._ids), np.int64)
+        num_with_V = np.zeros(len(self._ids.of_stems), np.int64)
         for words_P, _, _ in self._blocks():
             num_with_V += np.bincount(words_P, minlength=len(num_with_V))
         indptr = np.concatenate([[0], np.cumsum(num_with_V)])
-        lengths_N = np.asarray(self._lengths, np.float64)
+        lengths_N = np.concatenate(self._lengths)
         num, mean = len(lengths_N), lengths_N.mean() or 1.0
         idf_V = np.log1p((num - num_with_V + 0.5) / (num_with_V + 0.5))
         norm_N = K1 * (1 - B + B * lengths_N / mean)
@@ -121,9 +134,9 @@ class _Counts:
             data_P[place_P] = idf_V[words_P] * counts_P / (counts_P + norm_N[passages_P])
             next_V += block_V
         np.save(self._folder / "indptr.csc.index.npy", indptr)
-        for number in range(self._num_blocks):
+        for number in range(len(self._lengths)):
             self._block_path(number).unlink()
-        (self._folder / "vocab.index.json").write_bytes(orjson.dumps(self._ids))
+        (self._folder / "vocab.index.json").write_bytes(orjson.dumps(self._ids.of_stems))
         retriever = bm25s.BM25(k1=K1, b=B, method="lucene")
         names = ("k1", "b", "delta", "method", "idf_method", "dtype", "int_dtype", "backend")
         params = {name: getattr(retriever, name) for name in names}
@@ -131,7 +144,7 @@ class _Counts:
         (self._folder / "params.index.json").write_text(json.dumps(params))
 
     def _blocks(self) -> Iterator[npt.NDArray[np.int32]]:
-        return (np.load(self._block_path(number)) for number in range(self._num_blocks))
+        return (np.load(self._block_path(number)) for number in range(len(self._lengths)))
 
     def _block_path(self, number: int) -> Path:
         return self._folder / f"postings-{number}.npy"
