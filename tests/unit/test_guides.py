@@ -10,6 +10,7 @@ import pytest
 
 from manege.cli.main import make_parser
 from manege.config import load_config, parse_config
+from manege.curation.config import CurationConfig
 from manege.harnesses.harness import parse
 
 ROOT = Path(__file__).parents[2]
@@ -60,16 +61,20 @@ def test_verbs_and_options_that_are_mentioned_exist(page):
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/guides/")])
-def test_run_files_and_harness_files_are_read(page):
+def test_files_are_read(page):
+    """Of a run (a part of one, put into another), of a harness, of a curation."""
     for _, language, block in FENCED.findall((ROOT / page).read_text(encoding="utf-8")):
         if language != "toml":
             continue
-        if block.startswith("title"):
+        told = tomllib.loads(block)
+        if "title" in told:
             parse("of-a-page", block)
-            continue
-        tree = tomllib.loads(RUN_FILE.read_text(encoding="utf-8"))
-        for name, section in tomllib.loads(block).items():
-            tree[name] = {**tree.get(name, {}), **section} if isinstance(section, dict) else section
-        if "harness" in tree["agent"]:
-            del tree["agent"]["run"]
-        parse_config(tree, source=page)
+        elif "steps" in told:
+            CurationConfig.model_validate(told)
+        else:
+            tree = tomllib.loads(RUN_FILE.read_text(encoding="utf-8"))
+            for name, section in told.items():
+                tree[name] = {**tree.get(name, {}), **section} if isinstance(section, dict) else section
+            if "harness" in tree["agent"]:
+                del tree["agent"]["run"]
+            parse_config(tree, source=page)
