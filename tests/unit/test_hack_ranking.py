@@ -65,7 +65,7 @@ def test_what_sets_it_apart_is_told_with_what_is_usual():
     first = rank([*honest(12), rewarded("cheat", **CHEATS["takes much longer"])])[0]
     assert (first.reasons[0].feature, first.reasons[0].value) == ("seconds", 900)
     assert 4 < first.reasons[0].usual < 9
-    assert first.reasons[0].deviation == 10
+    assert 5 < first.reasons[0].deviation < 10
     words = rank([*honest(12), rewarded("cheat", **CHEATS["goes straight to the answer"])])[0].words
     assert {"git", "show", "fix:src/text.py"} <= set(words)
 

@@ -135,16 +135,17 @@ def _ranked(
 
 def _reason(name: str, value: float, peers: Sequence[Sequence[float]]) -> Reason:
     """The mean over several lots of peers; the last of them is what is usual. Counts and times grow by factors, so it
-    is their logarithms that are compared; a spread of less than a tenth is taken for a tenth, so that among equal
-    rollouts a slightly different one does not stand out."""
-    deviations = [_deviation(value, each) for each in peers]
+    is their logarithms that are compared. Equal ones have a spread, too: a tenth, so that a slightly different one does
+    not stand out; of times a factor of two, since machines are busy now and then."""
+    least = math.log(2) if name == "seconds" else 0.1
+    deviations = [_deviation(value, each, least) for each in peers]
     return Reason(feature=name, value=value, usual=median(peers[-1]), deviation=sum(deviations) / len(deviations))
 
 
-def _deviation(value: float, peers: Sequence[float]) -> float:
+def _deviation(value: float, peers: Sequence[float], least: float) -> float:
     logs = [math.log1p(peer) for peer in peers]
     middle = median(logs)
-    spread = max(0.1, 1.4826 * median(abs(log - middle) for log in logs))
+    spread = max(least, 1.4826 * median(abs(log - middle) for log in logs))
     return max(-_MOST, min(_MOST, (math.log1p(value) - middle) / spread))
 
 
