@@ -17,7 +17,7 @@ RECIPES = ROOT / "src" / "manege" / "recipes"
 TINY = ROOT / "tests" / "tiny" / "run.toml"
 MODELS = {
     "search/gpus.toml": ("llama-3.2-3b-instruct.json", "80", "3,212,749,824"),
-    "paper/general.toml": ("qwen3-4b-instruct-2507.json", "80", "4,022,468,096"),
+    "general/gpus.toml": ("qwen3-4b-instruct-2507.json", "80", "4,022,468,096"),
     "coding/gpus.toml": ("qwen3.5-9b.json", "139", "9,409,813,744"),
 }
 WATCHED = """

@@ -17,7 +17,7 @@ from manege.model.shape import shape_of
 
 ROOT = Path(__file__).parents[2]
 TINY = open_folder(str(ROOT / "tests" / "tiny" / "model"))
-PAPER = ROOT / "src" / "manege" / "recipes" / "paper"
+RECIPES = ROOT / "src" / "manege" / "recipes"
 
 SMALL = {
     "vocab_size": 1000,
@@ -75,7 +75,7 @@ CONFIGS = {
         **EXPERTS,
         "shared_expert_intermediate_size": 24,
     },
-    **{f"paper, {path.stem}": json.loads(path.read_text()) for path in sorted(PAPER.glob("*.json"))},
+    **{f"paper, {path.stem}": json.loads(path.read_text()) for path in sorted(RECIPES.glob("*/*.json"))},
 }
 
 

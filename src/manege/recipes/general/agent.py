@@ -1,9 +1,9 @@
 """An agent with a computer: a shell in the current folder, and through it files and Python.
 
-An ordinary program with the `openai` client; its task is in QUESTION. PROTOCOL says how the model acts: `tools`, by calls
-of the tool `bash`, until it answers without one; or `plain`, for small models, by replies that are one command each,
-shown in a demonstration, until one is an `echo`. The answer is the last line on stdout, if the task does not ask for a
-file.
+An ordinary program with the `openai` client; its task is in QUESTION. PROTOCOL says how the model acts: `tools`, by
+calls of the tool `bash`, until it answers without one; or `plain`, for small models, by replies that are one command
+each, shown in a demonstration, until one is an `echo`. The answer is the last line on stdout, if the task does not ask
+for a file.
 """
 
 import json
@@ -21,9 +21,9 @@ MAX_TOOL_TURNS = 40
 MAX_PLAIN_TOKENS = 20
 
 SYSTEM = (
-    "You have a computer: the tool bash runs a command in your working folder, which holds the files of the task. Look "
-    "at files before you answer, let programs do the counting, and check what you wrote. When the task is done, say the "
-    "answer alone, in one line."
+    "You have a computer: the tool bash runs a command in your working folder, which holds the files of the task. "
+    "Look at files before you answer, let programs do the counting, and check what you wrote. When the task is done, "
+    "say the answer alone, in one line."
 )
 BASH: ChatCompletionToolParam = {
     "type": "function",
@@ -33,13 +33,16 @@ BASH: ChatCompletionToolParam = {
         "parameters": {"type": "object", "properties": {"command": {"type": "string"}}, "required": ["command"]},
     },
 }
-PLAIN_SYSTEM = "You control a shell. Reply with one command only. When you know the answer, reply: echo VALUE"
+PLAIN_SYSTEM = (
+    "You control a shell. Reply with one command only. Files hold the facts. "
+    "When you know the answer, reply: echo VALUE"
+)
 DEMONSTRATION = (
-    ("What is the pin? It is in pin.txt.", "cat pin.txt"),
-    ("pin=517", "echo 517"),
-    ("How many lines are in pin.txt?", "wc -l pin.txt"),
-    ("24 pin.txt", "echo 24"),
-    ("What is the fee of spoon? It is in fork.txt, a long file.", "grep spoon fork.txt"),
+    ("Read the code in pin.txt.", "cat pin.txt"),
+    ("code=517", "echo 517"),
+    ("Count the lines of fork.txt.", "wc -l fork.txt"),
+    ("240 fork.txt", "echo 240"),
+    ("Find the fee of spoon in hat.txt.", "grep spoon hat.txt"),
     ("The fee of spoon is 318", "echo 318"),
 )
 

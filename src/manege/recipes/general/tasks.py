@@ -13,7 +13,7 @@ from manege.recipes.general.families import FAMILIES
 from manege.recipes.general.left import ANSWER
 from manege.types import Task
 
-__all__ = ["generate", "prepare"]
+__all__ = ["generate", "how_to_answer", "prepare"]
 
 
 def generate(
@@ -38,12 +38,17 @@ def generate(
 
 def _task(draw: Draw, name: str, family: str, level: int) -> Task:
     problem = FAMILIES[family].make(draw, level)
-    how = f" Write the answer, and nothing else, to {ANSWER}." if problem.answers else ""
+    how = how_to_answer() if problem.answers else ""
     return Task(
         id=f"{family}{level}-{name}",
         input={"question": problem.question, "task": problem.question + how},
         hidden={"family": family, "files": dict(problem.files), **problem.hidden},
     )
+
+
+def how_to_answer() -> str:
+    """For an agent that was not made for these tasks."""
+    return f" Write the answer, and nothing else, to {ANSWER}."
 
 
 def prepare(task: Task, workspace: Path) -> None:

@@ -18,7 +18,7 @@ def make(draw: Draw, level: int) -> Problem:
 def _count(draw: Draw) -> Problem:
     word, num = draw.word(), draw.between(101, 998)
     return Problem(
-        question=f"How many lines are in {word}.txt?",
+        question=f"Count the lines of {word}.txt.",
         files={f"{word}.txt": "".join(f"{draw.between(1, 9)}\n" for _ in range(num))},
         hidden={"value": str(num)},
         solution=f"wc -l < {word}.txt > answer.txt",

@@ -30,7 +30,7 @@ def _mail(draw: Draw) -> Problem:
     name, word, file = draw.word(NAMES), draw.word(), f"{draw.word()}.txt"
     mail = f"{name.lower()}{draw.code()}@{word}.org"
     return Problem(
-        question=f"What is the mail address? It is in {file}.",
+        question=f"Read the mail address in {file}.",
         files={file: f"Write to {name}: {mail}\n"},
         hidden={"value": mail},
         solution=f"grep -oE '[^ ]+@[^ ]+' {file} > answer.txt",

@@ -24,7 +24,7 @@ def _named(draw: Draw) -> Problem:
     word, code = draw.word(), draw.code()
     file = f"{word}.txt"
     return Problem(
-        question=f"What is the code? It is in {file}.",
+        question=f"Read the code in {file}.",
         files={file: f"code={code}\n"},
         hidden={"value": code},
         solution=f"sed -n 's/^code=//p' {file} > answer.txt",

@@ -47,7 +47,7 @@ def _fee(draw: Draw, num_lines: int) -> Problem:
     draw.rng.shuffle(facts)
     text, _ = _document(draw, num_lines, facts, sections=False)
     return Problem(
-        question=f"What is the fee of {words[0]}? It is in {file}, a long file.",
+        question=f"Find the fee of {words[0]} in {file}.",
         files={file: text},
         hidden={"value": codes[0]},
         solution=f"grep 'fee of {words[0]} is' {file} | sed 's/.* //' > answer.txt",
@@ -126,9 +126,9 @@ def _contracts(draw: Draw, num_lines: int) -> Problem:
         files={"report.txt": text},
         hidden={"value": str(total)},
         solution=(
-            "grep 'is cancelled' report.txt | grep -oE '[0-9]+' > /tmp/void.$$; "
-            f"grep -E '^Contract [0-9]+: {names[0]} pays' report.txt | grep -vwFf /tmp/void.$$ | sed 's/.* //' | "
-            "awk '{s += $1} END {print s}' > answer.txt; rm /tmp/void.$$"
+            "awk 'NR == FNR {if (/is cancelled/) void[$2] = 1; next} "
+            f'$3 == "{names[0]}" && $4 == "pays" && !(substr($2, 1, 3) in void) {{s += $5}} END {{print s + 0}}\' '
+            "report.txt report.txt > answer.txt"
         ),
     )
 

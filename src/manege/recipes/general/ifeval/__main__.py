@@ -17,7 +17,7 @@ from typing import Any
 from manege.controller.folders import log_folder
 from manege.errors import ConfigError, ManegeError
 from manege.recipes.general.ifeval.accuracy import Followed, accuracy, judge
-from manege.recipes.general.ifeval.rows import read_rows
+from manege.recipes.general.ifeval.rows import read_prompts
 from manege.store.reading import StoreReader
 from manege.types import TERMINAL
 
@@ -74,7 +74,7 @@ async def _of_run(folder: Path) -> Mapping[str, Sequence[Followed]]:
 
 
 def _of_file(path: Path, rows: Path | None) -> Sequence[Followed]:
-    known = {row["prompt"]: row for row in read_rows(rows)} if rows else {}
+    known = {row["prompt"]: row for row in read_prompts(rows)} if rows else {}
     judged = []
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

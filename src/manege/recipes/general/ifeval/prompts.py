@@ -42,7 +42,7 @@ _REQUESTS = (
     "Give advice to somebody who wants to buy a {word}.",
 )
 _QUESTION = "Is a {word} a good present for a teacher?"
-_KEYWORDS = ("morning", "market", "winter", "teacher", "bridge", "letter", "garden", "doctor")
+_KEYWORDS = ("morning", "market", "winter", "teacher", "ticket", "letter", "kitchen", "doctor")
 _FORBIDDEN = ("never", "always", "maybe", "often", "people", "money", "nice", "great")
 _LANGUAGES = {"de": "German", "es": "Spanish", "fr": "French", "it": "Italian", "pt": "Portuguese", "ru": "Russian"}
 _ENDS = ("That is all for now.", "Let me know what you think.", "Is there anything else you need?")

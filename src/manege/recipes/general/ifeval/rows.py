@@ -3,12 +3,12 @@
 A row has the published form, one JSON object a line: key, prompt, instruction_id_list, kwargs.
 """
 
-import json
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from manege.curation.rows import read_rows
 from manege.errors import ConfigError
 from manege.recipes.general.draw import Draw
 from manege.recipes.general.hub import hub_rows
@@ -16,18 +16,19 @@ from manege.recipes.general.ifeval.checks import CHECKS
 from manege.recipes.general.ifeval.prompts import conflict, make_prompt
 from manege.types import Task
 
-__all__ = ["generate", "make_rows", "read_rows"]
+__all__ = ["generate", "make_rows", "read_prompts"]
 
 Row = Mapping[str, Any]
 
 
 def generate(*, split: str, num: int, seed: int, source: str = "own") -> Sequence[Task]:
-    """`source`: `own`, a file of rows (.jsonl), or a dataset of a hub such as google/IFEval, which has 541 prompts.
-    Raises ConfigError where it cannot be read, or knows an instruction that we do not."""
+    """`source`: `own`, a file of rows (.jsonl or .parquet), or a data set of a hub such as google/IFEval, of 541
+    prompts. Raises ConfigError where it cannot be read, or knows an instruction that we do not."""
     if source == "own":
         rows = make_rows(split=split, num=num, seed=seed)
     else:
-        rows = read_rows(Path(source)) if source.endswith(".jsonl") else hub_rows(source, split="train")
+        is_file = Path(source).suffix in (".jsonl", ".zst", ".parquet")
+        rows = read_prompts(Path(source)) if is_file else hub_rows(source, split="train")
     tasks = []
     for row in rows[:num]:
         unknown = set(row["instruction_id_list"]) - set(CHECKS)
@@ -70,22 +71,10 @@ def make_rows(*, split: str, num: int, seed: int) -> Sequence[Row]:
     return rows
 
 
-def read_rows(path: Path) -> Sequence[Row]:
-    """Raises ConfigError that names file, line and what is missing."""
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            missing = {"key", "prompt", "instruction_id_list", "kwargs"} - set(row)
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"{path}, line {number}: not a JSON object ({error}): {line[:80]!r}") from error
-        if missing:
-            raise ConfigError(f"{path}, line {number}: {sorted(missing)} are missing: {line[:80]!r}")
-        rows.append(row)
+def read_prompts(path: Path) -> Sequence[Row]:
+    """Of a file. Raises ConfigError that names it, the row and what is missing."""
+    rows = list(read_rows(path))
+    for number, row in enumerate(rows, start=1):
+        if missing := {"key", "prompt", "instruction_id_list", "kwargs"} - set(row):
+            raise ConfigError(f"{path}, row {number}: {', '.join(sorted(missing))} missing; it has {', '.join(row)}")
     return rows

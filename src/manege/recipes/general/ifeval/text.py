@@ -46,8 +46,8 @@ def _continues(word: str, mark: str, rest: str) -> bool:
     word = word.lstrip("(\"'“‘[").lower()
     if mark != "." or not rest.strip():
         return False
-    # A number that opens a line is that of a list; single letters are initials.
-    return word in _ABBREVIATIONS or word.isdigit() or (len(word) == 1 and word not in "ai" and word.isalpha())
+    # A number that opens a line is that of a list; letters alone are initials.
+    return word in _ABBREVIATIONS or word.isdigit() or bool(re.fullmatch(r"[b-hj-z]|[a-z](?:\.[a-z])+", word))
 
 
 def capital_words(text: str) -> int:
