@@ -1,7 +1,10 @@
 """An index folder is complete or absent, and built once."""
 
+import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +22,25 @@ def build(folder):
 
 built_once(Path(sys.argv[1]), build)
 """
+
+BUILDING = """
+import sys
+from pathlib import Path
+from manege.recipes.search.retrieval.cache import built_once
+
+def build(folder):
+    print("building", flush=True)
+    sys.stdin.readline()
+    (folder / "data").write_text("whole")
+
+built_once(Path(sys.argv[1]), build)
+print("built", flush=True)
+"""
+
+
+def waits_for_a_lock(process):
+    """Or has gone on without."""
+    return process.poll() is not None or re.search(rf"-> FLOCK .* {process.pid} ", Path("/proc/locks").read_text())
 
 
 def writing(text, built):
@@ -46,6 +68,18 @@ def test_what_a_killed_build_left_is_not_used(tmp_path):
     built_once(folder, writing("whole", []))
     assert (folder / "data").read_text() == "whole"
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["index"]
+
+
+@pytest.mark.skipif(not Path("/proc/locks").exists(), reason="who waits for a lock is told by Linux only")
+def test_who_comes_while_another_builds_waits_and_uses_what_it_made(tmp_path):
+    command = [sys.executable, "-c", BUILDING, tmp_path / "index"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout.readline() == "building\n"
+        second = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+        while not waits_for_a_lock(second):
+            os.sched_yield()
+        first.communicate("go\n", timeout=60)
+        assert second.communicate(timeout=60)[0] == "built\n"
 
 
 @pytest.mark.parametrize(
