@@ -32,7 +32,7 @@ __all__ = ["K1", "B", "BM25Index"]
 K1, B = 0.9, 0.4
 """Of Anserini and of the BM25 in https://arxiv.org/abs/2004.04906, for passages of about 100 words."""
 BLOCK_WORDS = 4_000_000
-"""About 300 MB while a block is sorted."""
+"""Sorting takes some arrays of eight bytes a word."""
 
 
 class BM25Index:
