@@ -39,11 +39,14 @@ WITH_TEXT = "Look up facts. Reply with one line only: search name, or answer nam
 DEMONSTRATION = [
     ("Where is Bell Tea House based?", "search Bell Tea House"),
     ("Bell Tea House is based in Lyon. Bell Tea House sells tea.", "answer Lyon"),
-    ("Who is the employer of Tim Young?", "search Tim Young"),
-    ("Tim Young works for Happy Boat Club. Tim Young plays chess.", "answer Happy Boat Club"),
     ("Where is the employer of Ivan Petrov based?", "search Ivan Petrov"),
     ("Ivan Petrov likes to swim. Ivan Petrov works for Globe Music Store.", "search Globe Music Store"),
     ("Globe Music Store is based in Paris. Globe Music Store opened in 1950.", "answer Paris"),
+    ("Who is the employer of Tim Young?", "search Tim Young"),
+    ("Tim Young works for Happy Boat Club. Tim Young plays chess.", "answer Happy Boat Club"),
+    ("Who is the mayor of the town where Red Lamp Studio is based?", "search Red Lamp Studio"),
+    ("Red Lamp Studio is based in Porto. Red Lamp Studio makes films.", "search Porto"),
+    ("Porto has a market. The mayor of Porto is Nina Costa.", "answer Nina Costa"),
 ]
 
 
