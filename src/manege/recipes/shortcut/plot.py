@@ -36,9 +36,9 @@ class Step:
     """Of those that solved: flagged by it all the same."""
 
 
-async def read_steps(folder: Path) -> Sequence[Step]:
-    """Of a run, in the order of the weights."""
-    reader = await StoreReader.open(folder / "manege.db")
+async def read_steps(database: Path) -> Sequence[Step]:
+    """Of its only run, in the order of the weights."""
+    reader = await StoreReader.open(database)
     try:
         rollouts = (await reader.list_rollouts(limit=None)).rollouts
         calls = await reader.calls([each.spec.id for each in rollouts])
@@ -105,7 +105,7 @@ async def _main(target: str, words: Sequence[str]) -> None:
     print("|---|---|---|---|---|---|")
     for word in words:
         name, _, folders = word.partition("=")
-        settings[name] = [await read_steps(Path(folder)) for folder in folders.split(",")]
+        settings[name] = [await read_steps(Path(folder, "manege.db")) for folder in folders.split(",")]
         for folder, steps in zip(folders.split(","), settings[name], strict=True):
             last = steps[-3:]
             cheated, solved = sum(step.num_cheated for step in last), sum(step.num_solved for step in last)
