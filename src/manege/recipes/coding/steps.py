@@ -21,7 +21,7 @@ from manege.types import JsonObject, Task
 
 __all__ = ["score"]
 
-_COMMAND = re.compile(r"```(?:bash|sh)\s*\n(.*?)\n```", re.DOTALL)
+_COMMAND = re.compile(r"\A\s*(?:Command:\s*)?((?:grep|sed|cat|python|echo)\b[^\n]*)")
 """As in harness/mini.yaml."""
 _SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 

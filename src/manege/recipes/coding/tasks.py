@@ -79,7 +79,7 @@ def to_task(row: Mapping[str, Any], package: Package, places: Places, *, locate:
     (code,) = patches.paths(patch)
     text = (source / code).read_bytes().decode()
     broken = patches.applied(patch, code, text)
-    place = {"place": f"{_function(text, broken)} in {code} is broken. {_symptom(row)}"} if locate else {}
+    place = {"place": f"{_function(text, broken)} in {code} is broken."} if locate else {}
     failing, passing = row["FAIL_TO_PASS"], row["PASS_TO_PASS"]
     files = {path: (source / path).read_bytes().decode() for path in sorted({test_file(test) for test in failing})}
     return Task(
@@ -124,11 +124,6 @@ def _function(text: str, broken: str) -> str:
     pairs = zip(text.splitlines(), broken.splitlines(), strict=False)
     first = next((number for number, (one, other) in enumerate(pairs, 1) if one != other), 0)
     return [function.name for function in functions(text) if function.first_line <= first][-1]
-
-
-def _symptom(row: Mapping[str, Any]) -> str:
-    """The first that the issue tells of."""
-    return next((line[2:] for line in row["problem_statement"].splitlines() if line.startswith("- ")), "")
 
 
 def _is_heldout(row: Mapping[str, Any], packages: Sequence[str]) -> bool:
