@@ -15,10 +15,6 @@ from typing import Any
 
 from openai import OpenAI
 
-TOP_K = int(os.environ.get("SEARCH_TOP_K", "3"))
-MAX_TURNS = int(os.environ.get("MAX_TURNS", "6"))
-MAX_REPLY_TOKENS = int(os.environ.get("MAX_REPLY_TOKENS", "500"))
-
 WITH_TOOLS = (
     "Answer the question. Search as often as you need, for one thing at a time; passages may lead to others. "
     "When you know the answer, reply with the answer alone: a name or a few words, without a sentence around it."
@@ -58,14 +54,19 @@ def main() -> None:
         print(answer)
 
 
+def setting(name: str, default: int) -> int:
+    """Read when it is needed: the module may be imported before the environment of a rollout is there."""
+    return int(os.environ.get(name, default))
+
+
 def answer_by_tools(question: str) -> str | None:
     """The first reply without a tool call."""
     client = OpenAI()
     messages: list[Any] = [{"role": "system", "content": WITH_TOOLS}, {"role": "user", "content": question}]
     tools: list[Any] = [TOOL]
-    for _ in range(MAX_TURNS):
+    for _ in range(setting("MAX_TURNS", 6)):
         completion = client.chat.completions.create(
-            model="default", messages=messages, tools=tools, max_tokens=MAX_REPLY_TOKENS
+            model="default", messages=messages, tools=tools, max_tokens=setting("MAX_REPLY_TOKENS", 500)
         )
         reply = completion.choices[0].message
         if not reply.tool_calls:
@@ -85,8 +86,10 @@ def answer_by_text(question: str) -> str | None:
     for asked, replied in DEMONSTRATION:
         messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": replied}]
     messages.append({"role": "user", "content": question})
-    for _ in range(MAX_TURNS):
-        completion = client.chat.completions.create(model="default", messages=messages, max_tokens=MAX_REPLY_TOKENS)
+    for _ in range(setting("MAX_TURNS", 6)):
+        completion = client.chat.completions.create(
+            model="default", messages=messages, max_tokens=setting("MAX_REPLY_TOKENS", 500)
+        )
         reply = completion.choices[0].message.content or ""
         said = re.match(r"\s*(search|answer)[ :]+([^\n]*\w[^\n]*)", reply, re.IGNORECASE)
         if said is None:
@@ -119,7 +122,7 @@ def passages_on(query: str) -> list[dict[str, Any]]:
     """The best ones first."""
     request = urllib.request.Request(
         os.environ["MANEGE_SERVICE_SEARCH"] + "/search",
-        json.dumps({"queries": [query], "top_k": TOP_K}).encode(),
+        json.dumps({"queries": [query], "top_k": setting("SEARCH_TOP_K", 3)}).encode(),
         {"content-type": "application/json", "authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"},
     )
     with urllib.request.urlopen(request, timeout=120) as response:
