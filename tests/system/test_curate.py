@@ -77,7 +77,7 @@ def test_a_probe_that_was_killed_goes_on_and_what_can_be_learnt_from_is_kept(tmp
     process = start(tmp_path, 'steps.0.overrides=["controller.slots=4"]')
     wait_for_results(process, tmp_path, num=3)
     process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.communicate()
     known = results(tmp_path).read_bytes()
     whole = known[: known.rindex(b"\n") + 1]
     assert 3 <= whole.count(b"\n") < 32
