@@ -56,6 +56,9 @@ def policy(tasks, *, by_text, answers=True):
             title = chain[turn]["title"]
             return f"search {title}" if by_text else tool_call("search", {"query": title})
         known = all(step["fact"] in asked for step in chain)
+        # SEARCH_TOP_K passages, a line each, were asked for.
+        observed = prompt.rpartition("<|im_start|>user\n")[2].partition("<|im_end|>")[0]
+        known = known and not (by_text and observed.count("\n") > 1)
         said = task.hidden["answers"][0] if known and answers else "Nowhere"
         return f"answer {said}" if by_text else said
 
