@@ -1,5 +1,6 @@
 """Rows of public data sets, from the Hugging Face hub or its local cache, by the library `datasets`."""
 
+import importlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ __all__ = ["hub_rows"]
 def hub_rows(name: str, *, split: str, config: str | None = None) -> Sequence[Mapping[str, Any]]:
     """All rows of a split. Raises ConfigError without the library, and where neither hub nor cache have it."""
     try:
-        from datasets import load_dataset
+        load_dataset = importlib.import_module("datasets").load_dataset
     except ImportError as error:
         raise ConfigError(
             f"the data set {name!r} is read with the library datasets, which is not installed: "

@@ -33,8 +33,7 @@ def compose(instructions: Sequence[Instruction], facts: Sequence[str] = ()) -> s
     if "detectable_format:constrained_response" in wanted:
         return "My answer is yes."
     if "combination:two_responses" in wanted:
-        filler = _filler(wanted)
-        return f"{_text(wanted, facts)}\n******\n{filler[-1].replace(',', '')}."
+        return f"{_text(wanted, facts)}\n******\n{_text(wanted, [*facts, *_filler(wanted)])}"
     if "detectable_format:json_format" in wanted:
         return json.dumps({"text": _text(wanted, facts)})
     text = _text(wanted, facts)
@@ -56,7 +55,7 @@ def _filler(wanted: Mapping[str, Any]) -> Sequence[str]:
 def _text(wanted: Mapping[str, Any], facts: Sequence[str]) -> str:
     paragraphs, between = _paragraphs(wanted, [*facts, *_needed(wanted)])
     if "detectable_format:title" in wanted:
-        paragraphs[0] = f"<<about it>>\n{paragraphs[0]}"
+        paragraphs[0] = f"{paragraphs[0]}\n<<about it>>"
     for kind, lines in _LINES.items():
         if kind in wanted:
             paragraphs[-1] = "\n".join([paragraphs[-1], *lines(wanted[kind])])

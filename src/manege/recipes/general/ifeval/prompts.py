@@ -33,15 +33,15 @@ class Prompt:
 
 
 _REQUESTS = (
-    "Write a short story about a {word}.",
-    "Write a letter to a friend who has lost a {word}.",
-    "Describe a {word} to a child.",
-    "Write an advertisement for a {word}.",
+    "Write a short story about {a_word}.",
+    "Write a letter to a friend who has lost {a_word}.",
+    "Describe {a_word} to a child.",
+    "Write an advertisement for {a_word}.",
     "Explain why somebody would collect every {word} in town.",
-    "Write a news report about a {word} that was found in a park.",
-    "Give advice to somebody who wants to buy a {word}.",
+    "Write a news report about {a_word} that was found in a park.",
+    "Give advice to somebody who wants to buy {a_word}.",
 )
-_QUESTION = "Is a {word} a good present for a teacher?"
+_QUESTION = "Is {a_word} a good present for a teacher?"
 _KEYWORDS = ("morning", "market", "winter", "teacher", "ticket", "letter", "kitchen", "doctor")
 _FORBIDDEN = ("never", "always", "maybe", "often", "people", "money", "nice", "great")
 _LANGUAGES = {"de": "German", "es": "Spanish", "fr": "French", "it": "Italian", "pt": "Portuguese", "ru": "Russian"}
@@ -99,7 +99,9 @@ def conflict(one: str, other: str) -> bool:
 def make_prompt(draw: Draw, types: Sequence[str]) -> Prompt:
     """With instructions of these types. Conflicts are the caller's to avoid."""
     is_question = "detectable_format:constrained_response" in types
-    request = (_QUESTION if is_question else draw.rng.choice(_REQUESTS)).format(word=draw.word())
+    word = draw.word()
+    a_word = f"{'an' if word[0] in 'aeiou' else 'a'} {word}"
+    request = (_QUESTION if is_question else draw.rng.choice(_REQUESTS)).format(word=word, a_word=a_word)
     instructions = [draw_instruction(draw, kind, request) for kind in types]
     # What is to be repeated comes first, and the order to repeat it last.
     instructions.sort(key=lambda instruction: instruction.type == "combination:repeat_prompt")

@@ -52,6 +52,7 @@ def make_rows(*, split: str, num: int, seed: int) -> Sequence[Row]:
     heldout = split == "heldout"
     rng = random.Random("heldout" if heldout else f"train:{seed}")
     draw, rows, types = Draw(rng, heldout=heldout), [], sorted(CHECKS)
+    seen: set[str] = set()
     for n in range(num):
         wanted = [types[n // 3 % len(types)]]
         while len(wanted) < 1 + n % 3:
@@ -60,6 +61,9 @@ def make_rows(*, split: str, num: int, seed: int) -> Sequence[Row]:
                 break
             wanted.append(rng.choice(free))
         prompt = make_prompt(draw, wanted)
+        while prompt.text in seen:
+            prompt = make_prompt(draw, wanted)
+        seen.add(prompt.text)
         rows.append(
             {
                 "key": f"{split}-{n}" if heldout else f"{split}-{seed}-{n}",
