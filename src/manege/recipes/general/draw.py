@@ -12,7 +12,7 @@ __all__ = ["CITIES", "NAMES", "WORDS", "Draw", "is_heldout"]
 # fmt: off
 WORDS = (
     "apple", "maple", "cedar", "plum", "river", "stone", "cloud", "tiger", "lemon", "copper", "candle", "basket",
-    "violin", "harbor", "meadow", "pepper", "rocket", "silver", "garden", "window", "anchor", "bottle", "carpet",
+    "violin", "harbor", "meadow", "pepper", "rocket", "silver", "garden", "wagon", "anchor", "bottle", "carpet",
     "dragon", "engine", "falcon", "guitar", "hammer", "island", "jacket", "kettle", "ladder", "magnet", "needle",
     "orange", "pencil", "rabbit", "saddle", "timber", "velvet", "walnut", "zipper", "bridge", "castle", "desert",
     "feather", "glacier", "helmet", "igloo", "jungle", "lantern", "marble", "nectar", "oyster", "pebble", "quartz",
