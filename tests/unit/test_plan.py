@@ -13,8 +13,8 @@ from manege.config import parse_config
 from manege.engine.commands import server_command
 from manege.trainer.memory import GIB
 
-PAPER = Path(__file__).parents[2] / "src" / "manege" / "recipes" / "paper"
-QWEN = json.loads((PAPER / "qwen3-4b-instruct-2507.json").read_text())
+RECIPES = Path(__file__).parents[2] / "src" / "manege" / "recipes"
+QWEN = json.loads((RECIPES / "general" / "qwen3-4b-instruct-2507.json").read_text())
 FOLDER = Path("/models/qwen")
 FITS = {
     "model": {"path": "/models/qwen", "max_context": 8192},
