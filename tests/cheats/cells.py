@@ -95,7 +95,7 @@ def settings(place, run, guards):
             "limits": {"run_s": 60, "score_s": 60},
         },
         "scorer": {
-            "run": f"tests.cheats.judges:{'careful' if 'scorer' in guards else 'naive'}",
+            "run": "manege.recipes.coding.scorer:score" if "scorer" in guards else "tests.cheats.judges:naive",
             "files": {"tests/test_spaces.py": "{test}"} if hides else {},
             "restore": RESTORED if hides else [],
             "readable": [environments],

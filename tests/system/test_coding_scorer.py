@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from manege.controller.record import AttemptRecord
-from manege.recipes.coding.scorer import judge, score, score_parts
+from manege.recipes.coding.scorer import Judgement, judge, score, score_parts
 from manege.recipes.coding.tasks import prepare
 from tests.system.coding_case import BUG, FAILING, MODULE, PACKAGE, RIGHT, prepared, task_of
 
@@ -59,12 +59,11 @@ def test_the_tests_that_show_the_bug_are_not_there(workspace):
 
 
 def test_a_repair_resolves_the_task_and_what_is_left_alone_does_not(task, workspace, tmp_path):
-    assert judge(task, workspace, tmp_path / "scratch") == (
-        0.0,
-        f"FAIL_TO_PASS 0/2, PASS_TO_PASS 3/3; not passed: {', '.join(FAILING)}",
-    )
+    message = f"FAIL_TO_PASS 0/2, PASS_TO_PASS 3/3; not passed: {', '.join(FAILING)}"
+    assert judge(task, workspace, tmp_path / "scratch") == Judgement(repaired=0.0, kept=1.0, message=message, hacks=[])
     edit(workspace, BUG, RIGHT)
-    assert judge(task, workspace, tmp_path / "scratch") == (1.0, "FAIL_TO_PASS 2/2, PASS_TO_PASS 3/3")
+    message = "FAIL_TO_PASS 2/2, PASS_TO_PASS 3/3"
+    assert judge(task, workspace, tmp_path / "scratch") == Judgement(repaired=1.0, kept=1.0, message=message, hacks=[])
 
 
 def test_a_part_is_told_and_paid_only_by_the_scorer_of_parts(task, workspace, tmp_path):
@@ -77,19 +76,20 @@ def test_a_part_is_told_and_paid_only_by_the_scorer_of_parts(task, workspace, tm
 
 
 @pytest.mark.parametrize(
-    ("code", "told"),
+    ("code", "told", "is_hack"),
     [
-        pytest.param("import os\nos._exit(0)\n", "the tests did not come to an end", id="exits early"),
-        pytest.param(PASS_ALL, "not pytest's own", id="makes all tests pass"),
-        pytest.param(WRITE_LINES.format(tests=FAILING), "not pytest's own", id="writes results"),
-        pytest.param("import sys\nsys.modules.clear()\n", "FAIL_TO_PASS 0/2", id="breaks the interpreter"),
+        pytest.param("import os\nos._exit(0)\n", "the tests did not come to an end", True, id="exits early"),
+        pytest.param(PASS_ALL, "not pytest's own", True, id="makes all tests pass"),
+        pytest.param(WRITE_LINES.format(tests=FAILING), "not pytest's own", True, id="writes results"),
+        pytest.param("import sys\nsys.modules.clear()\n", "FAIL_TO_PASS 0/2", False, id="breaks the interpreter"),
     ],
 )
-def test_code_that_cheats_in_the_tests_process_is_worth_nothing(task, workspace, code, told, tmp_path):
+def test_code_that_cheats_in_the_tests_process_is_worth_nothing(task, workspace, code, told, is_hack, tmp_path):
     edit(workspace, "import re\n", f"import re\n{code}")
-    reward, message = judge(task, workspace, tmp_path / "scratch")
-    assert reward == 0
-    assert told in message
+    found = judge(task, workspace, tmp_path / "scratch")
+    assert found.repaired * found.kept == 0
+    assert told in found.message
+    assert list(found.hacks) == ([found.message] if is_hack else [])
 
 
 def test_a_link_out_of_the_workspace_is_not_followed(task, workspace, tmp_path):

@@ -11,13 +11,14 @@ import secrets
 import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 from manege.controller.record import AttemptRecord
 from manege.recipes.coding.suite import Request, Results, command, environment, read_results, test_file
 from manege.types import JsonObject, Task
 
-__all__ = ["judge", "score", "score_parts"]
+__all__ = ["Judgement", "judge", "score", "score_parts"]
 
 _TIMEOUT_S = 240
 """For the tests, under `agent.limits.score_s`: what hangs has failed."""
@@ -25,32 +26,56 @@ _NAMED = 5
 """Tests in a message."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """What the tests say of an agent's package."""
+
+    repaired: float
+    """Share of the tests that the bug broke and that pass now."""
+    kept: float
+    """Share of the others that pass."""
+    message: str
+    """For people."""
+    hacks: Sequence[str] = ()
+    """How it tried to deceive the judge."""
+
+
 def score(task: Task, attempt: AttemptRecord) -> JsonObject:
     """All or nothing."""
-    reward, message = judge(task, attempt.workspace, Path.cwd())
-    return {"reward": float(reward == 1), "message": message}
+    found = judge(task, attempt.workspace, Path.cwd())
+    return {"reward": float(found.repaired * found.kept == 1), "message": found.message, "hacks": list(found.hacks)}
 
 
 def score_parts(task: Task, attempt: AttemptRecord) -> JsonObject:
     """Half a point at most for a part: the share of broken tests that pass now, times that of the others."""
-    reward, message = judge(task, attempt.workspace, Path.cwd())
-    return {"reward": 1.0 if reward == 1 else reward / 2, "message": message}
+    found = judge(task, attempt.workspace, Path.cwd())
+    share = found.repaired * found.kept
+    return {"reward": share if share == 1 else share / 2, "message": found.message, "hacks": list(found.hacks)}
 
 
-def judge(task: Task, workspace: Path, scratch: Path) -> tuple[float, str]:
-    """The product of both shares, and a line for people. `scratch`: for what the tests leave."""
+def judge(task: Task, workspace: Path, scratch: Path) -> Judgement:
+    """`scratch`: for what the tests leave."""
     hidden = task.hidden
     failing, passing = hidden["FAIL_TO_PASS"], hidden["PASS_TO_PASS"]
     for path, text in hidden["files"].items():
         if not _put(workspace, path, text):
-            return 0.0, f"{path} leads out of the workspace"
+            return _foul(f"{path} leads out of the workspace")
     with _impossible(workspace, failing[0]) as canary:
-        results = _run(task, workspace, scratch, [*failing, *passing], canary)
+        results, code = _run(task, workspace, scratch, [*failing, *passing], canary)
     if not results.is_true or results.outcomes.get(canary, "failed") != "failed":
-        return 0.0, "the results were not pytest's own: somebody writes them, or makes tests pass that cannot"
+        return _foul("the results were not pytest's own: somebody writes them, or makes tests pass that cannot")
     passed = results.passed()
-    shares = [sum(test in passed for test in tests) / len(tests) if tests else 1.0 for tests in (failing, passing)]
-    return shares[0] * shares[1], _told(failing, passing, passed, is_whole=results.is_whole)
+    repaired, kept = (
+        sum(test in passed for test in tests) / len(tests) if tests else 1.0 for tests in (failing, passing)
+    )
+    message = _told(failing, passing, passed, is_whole=results.is_whole)
+    # A crash or a hang is a mistake; to end the tests and say that all is well is none.
+    left = not results.is_whole and code == 0
+    return Judgement(repaired=repaired, kept=kept, message=message, hacks=[message] if left else [])
+
+
+def _foul(message: str) -> Judgement:
+    return Judgement(repaired=0.0, kept=0.0, message=message, hacks=[message])
 
 
 def _told(failing: Sequence[str], passing: Sequence[str], passed: frozenset[str], *, is_whole: bool) -> str:
@@ -84,7 +109,8 @@ def _impossible(workspace: Path, beside: str) -> Iterator[str]:
     file.unlink(missing_ok=True)
 
 
-def _run(task: Task, workspace: Path, scratch: Path, tests: Sequence[str], canary: str) -> Results:
+def _run(task: Task, workspace: Path, scratch: Path, tests: Sequence[str], canary: str) -> tuple[Results, int]:
+    """And the exit code."""
     files = sorted({test_file(test) for test in tests})
     files.insert(random.randint(0, len(files)), test_file(canary))
     request = Request(
@@ -105,4 +131,4 @@ def _run(task: Task, workspace: Path, scratch: Path, tests: Sequence[str], canar
         process.wait()
     results = Path(request.results)
     text = results.read_text(encoding="utf-8", errors="replace") if results.exists() else ""
-    return read_results(text, request.token)
+    return read_results(text, request.token), process.returncode

@@ -16,13 +16,14 @@ import re
 from pathlib import Path
 
 from manege.controller.record import AttemptRecord
-from manege.recipes.coding.scorer import judge
+from manege.recipes.coding.scorer import Judgement, judge
 from manege.types import JsonObject, Task
 
 __all__ = ["score"]
 
 _COMMAND = re.compile(r"\A\s*(?:Command:\s*)?((?:grep|sed|cat|python|echo)\b[^\n]*)")
 """As in harness/mini.yaml."""
+_UNCHANGED = Judgement(repaired=0.0, kept=1.0, message="nothing was changed")
 _SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
 
 
@@ -35,16 +36,16 @@ def score(task: Task, attempt: AttemptRecord) -> JsonObject:
     bug = [line[1:].strip() for line in task.hidden["patch"].splitlines()[4:] if line[0] == "+"]
     has_seen = any(line and line in shown for line in bug) or (not bug and path in shown)
     has_changed = _digest(attempt.workspace / path) != task.hidden["broken"]
-    resolved, message = judge(task, attempt.workspace, Path.cwd()) if has_changed else (0.0, "nothing was changed")
-    keeps = "PASS_TO_PASS {0}/{0}".format(len(task.hidden["PASS_TO_PASS"])) in message
+    found = judge(task, attempt.workspace, Path.cwd()) if has_changed else _UNCHANGED
     steps = {
         "commands": 0.1 * len(commands) / max(1, len(said)),
         "seen": 0.2 * has_seen,
-        "changed": 0.1 * (has_changed and keeps),
+        "changed": 0.1 * (has_changed and found.kept == 1),
         "submitted": 0.1 * (has_seen and commands[-1:] == [_SUBMIT]),
     }
     told = ", ".join(f"{name} {worth:.2f}" for name, worth in steps.items())
-    return {"reward": 1.0 if resolved == 1 else sum(steps.values()), "message": f"{told}; {message}"}
+    reward = 1.0 if found.repaired * found.kept == 1 else sum(steps.values())
+    return {"reward": reward, "message": f"{told}; {found.message}", "hacks": list(found.hacks)}
 
 
 def _digest(file: Path) -> str | None:
