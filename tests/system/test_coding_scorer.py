@@ -7,7 +7,8 @@ import shutil
 import pytest
 
 from manege.controller.record import AttemptRecord
-from manege.recipes.coding.scorer import Judgement, judge, score, score_parts
+from manege.recipes.coding.judging import Judgement
+from manege.recipes.coding.scorer import judge, score, score_parts
 from manege.recipes.coding.tasks import prepare
 from tests.system.coding_case import BUG, FAILING, MODULE, PACKAGE, RIGHT, prepared, task_of
 

@@ -3,9 +3,10 @@ environment; it needs pytest and nothing of manege.
 
 In: a request on stdin (`suite.Request`). Out: one JSON line per test in the file that it names, each with the token of
 the request, as tests end, so that those before a crash or a hang are known; then a line "end". Configuration files of
-the package are not read, plugins of the environment not loaded.
+the package are only read if the request says so; whether plugins are loaded, the environment says.
 """
 
+import importlib.util
 import json
 import os
 import sys
@@ -80,6 +81,7 @@ def _message(report: pytest.CollectReport | pytest.TestReport) -> str:
 
 def main() -> None:
     """The program."""
+    del sys.path[0]  # this file's folder; Python 3.10 has no option for it
     request = json.load(sys.stdin)
     root = request["root"]
     os.chdir(root)
@@ -87,9 +89,14 @@ def main() -> None:
     sys.path.append(str(Path(root, request["path"])))
     report = Report(request)
     report.write("", "begin")
-    settings = Path(request["results"]).with_name("settings.ini")
-    settings.write_text("[pytest]\n", encoding="utf-8")
-    options = ["-q", "--rootdir", root, "-c", str(settings), "-p", "no:cacheprovider", "-p", "no:junitxml"]
+    options = ["-q", "--rootdir", root]
+    if request["is_configured"]:
+        # Not in processes of xdist's own, which would tell us nothing.
+        options += ["-n0"] if importlib.util.find_spec("xdist") else []
+    else:
+        settings = Path(request["results"]).with_name("settings.ini")
+        settings.write_text("[pytest]\n", encoding="utf-8")
+        options += ["-c", str(settings), "-p", "no:cacheprovider", "-p", "no:junitxml"]
     code = pytest.main([*options, *request["files"]], plugins=[report])
     report.write("", "end", code=int(code))
 

@@ -16,7 +16,8 @@ import re
 from pathlib import Path
 
 from manege.controller.record import AttemptRecord
-from manege.recipes.coding.scorer import Judgement, judge
+from manege.recipes.coding.judging import Judgement
+from manege.recipes.coding.scorer import judge
 from manege.types import JsonObject, Task
 
 __all__ = ["score"]

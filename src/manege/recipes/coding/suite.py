@@ -31,6 +31,8 @@ class Request:
     """Ids of tests; None: all of the files."""
     trace: bool = False
     """Write down which functions of the workspace each test enters."""
+    is_configured: bool = False
+    """Read the configuration of the workspace; the environment's plugins belong to it."""
     token: str = field(default_factory=lambda: secrets.token_hex(16))
     """Of every true line of results."""
 
@@ -60,12 +62,12 @@ class Results:
 
 
 def command(python: Path) -> list[str]:
-    """`python`: of the environment. -P: nothing is imported from where it starts; -s: nor from a user's packages."""
-    return [str(python), "-s", "-P", str(_RUNNER)]
+    """`python`: of the environment. -s: nothing is imported from a user's packages."""
+    return [str(python), "-s", str(_RUNNER)]
 
 
-def environment(python: Path, scratch: Path) -> Mapping[str, str]:
-    """All of it. `scratch`: for home and temporary files."""
+def environment(python: Path, scratch: Path, *, has_plugins: bool = False) -> Mapping[str, str]:
+    """All of it. `scratch`: for home and temporary files. `has_plugins`: let pytest load those of the environment."""
     return {
         "PATH": f"{python.parent}:/usr/local/bin:/usr/bin:/bin",
         "HOME": str(scratch),
@@ -74,7 +76,7 @@ def environment(python: Path, scratch: Path) -> Mapping[str, str]:
         "TZ": "UTC",
         "PYTHONHASHSEED": "0",
         "PYTHONDONTWRITEBYTECODE": "1",
-        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        **({} if has_plugins else {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}),
     }
 
 
