@@ -169,7 +169,7 @@ def _built(claim: Claim, config: RunConfig, *, control: bool) -> dict[str, Any]:
         command = _command(agent.setup, "agent.setup")
         before.append({
             "name": "setup", **image, "command": _literal(command), "workingDir": workspace,
-            "volumeMounts": list(in_place),
+            "volumeMounts": [*in_place, *kept[1:]],
         })  # fmt: skip
         prepare("keep", source=None, pristine=pristine)
     command = _literal(_command(agent.run, "agent.run"))
