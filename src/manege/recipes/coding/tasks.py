@@ -20,7 +20,7 @@ from manege.recipes.coding.places import Places, default_folder
 from manege.recipes.coding.suite import test_file
 from manege.types import Task
 
-__all__ = ["from_row", "load", "prepare", "to_task"]
+__all__ = ["from_row", "is_heldout", "load", "prepare", "to_task"]
 
 _HELDOUT_OF = 5
 """One of so many is held out."""
@@ -53,7 +53,7 @@ def load(
             )
         if packages and package.name not in packages:
             continue
-        if (file and "{split}" in file) or _is_heldout(row, packages) == (split == "heldout"):
+        if (file and "{split}" in file) or is_heldout(row, packages) == (split == "heldout"):
             tasks.append(to_task(row, package, places, locate=locate))
     if split != "heldout":
         random.Random(seed).shuffle(tasks)
@@ -126,7 +126,7 @@ def _function(text: str, broken: str) -> str:
     return [function.name for function in functions(text) if function.first_line <= first][-1]
 
 
-def _is_heldout(row: Mapping[str, Any], packages: Sequence[str]) -> bool:
+def is_heldout(row: Mapping[str, Any], packages: Sequence[str] = ()) -> bool:
     """By its name alone, so that one task more moves none from one side to the other."""
     name = row["instance_id"] if packages else row["repo"].partition("__")[0]
     return int(hashlib.sha256(name.encode()).hexdigest(), 16) % _HELDOUT_OF == 0

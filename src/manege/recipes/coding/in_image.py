@@ -1,0 +1,78 @@
+"""SWE-smith's tasks inside a repository's own image, which has Python 3.10 or later, git and pytest, and no manege: the
+container's `setup` and `scorer`. What it imports of manege comes with the task (`smith.program`).
+
+Setup puts the bug in and moves the tests that show it to where only the scorer looks; `scorer.restore` brings them
+back. The tests run confined by Landlock: the agent's code among them reads neither the task's hidden fields nor keys,
+and writes to no verdict. A node whose kernel has no Landlock is refused.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from manege.recipes.coding.judging import judge_package
+from manege.recipes.coding.suite import test_file
+from manege.sandbox.landlock import landlock_abi, restrict
+from manege.sandbox.syscalls import PR_SET_NO_NEW_PRIVS, prctl
+
+__all__ = ["main", "score", "set_up"]
+
+_OURS = Path("/manege")
+"""Hidden fields, keys, and the workspace as it was before the agent."""
+_DEVICES = ("null", "zero", "full", "random", "urandom", "tty", "ptmx", "pts", "shm")
+"""Of /dev, where the container's last message lies, too."""
+_MESSAGE_CHARS = 400
+"""A verdict and its JSON have to fit into 4096 bytes."""
+
+
+def main(arguments: Sequence[str]) -> None:
+    """`set_up`, or `score` and the descriptor for the verdict; in the workspace."""
+    task = json.loads(Path(os.environ["MANEGE_TASK_FILE"]).read_text(encoding="utf-8"))
+    workspace = Path(os.environ["MANEGE_WORKSPACE"])
+    if not landlock_abi():
+        raise SystemExit(
+            "no Landlock in this node's kernel: the agent's code could read hidden fields while it is tested"
+        )
+    if arguments[0] == "set_up":
+        set_up(task["hidden"], workspace, _OURS / "pristine")
+    else:
+        verdict = score(task["hidden"], workspace)
+        os.write(int(arguments[1]), json.dumps(verdict).encode() + b"\n")
+
+
+def set_up(hidden: Mapping[str, Any], workspace: Path, aside: Path) -> None:
+    """`aside`: where only the scorer looks. Raises CalledProcessError if the patch does not apply."""
+    # Inside of a repository git would take paths to be that one's.
+    env = {**os.environ, "GIT_CEILING_DIRECTORIES": str(workspace.parent)}
+    subprocess.run(["git", "apply", "-"], input=hidden["patch"].encode(), cwd=workspace, env=env, check=True)
+    for path in sorted({test_file(test) for test in hidden["FAIL_TO_PASS"]}):
+        (aside / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.move(workspace / path, aside / path)
+
+
+def score(hidden: Mapping[str, Any], workspace: Path) -> dict[str, Any]:
+    """All or nothing, as `scorer.score`."""
+    scratch = Path(tempfile.mkdtemp())
+
+    def confine() -> None:
+        prctl(PR_SET_NO_NEW_PRIVS, 1)
+        restrict(
+            abi=landlock_abi(),
+            readable=[str(entry) for entry in Path("/").iterdir() if entry != _OURS],
+            listable=(),
+            writable=[str(workspace), str(scratch), *(f"/dev/{name}" for name in _DEVICES)],
+            tcp_ports=None,
+        )
+
+    found = judge_package(hidden, workspace, scratch, python=Path(sys.executable), is_configured=True, confine=confine)
+    return {
+        "reward": float(found.repaired * found.kept == 1),
+        "message": found.message[:_MESSAGE_CHARS],
+        "hacks": [line[:_MESSAGE_CHARS] for line in found.hacks],
+    }
