@@ -1,6 +1,5 @@
 """SWE-smith's tasks on a cluster: the image of a real package, the shipped run file, the package's own tests."""
 
-import json
 import shutil
 from importlib.resources import files
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from manege.config import load_config
+from manege.curation.rows import write_rows
 from manege.recipes.coding import patches
 from manege.recipes.coding.smith import load
 from manege.types import Outcome
@@ -17,13 +17,59 @@ from tests.system.kubernetes.running import api_of, controlling, python, settle,
 pytestmark = pytest.mark.anyio
 
 IMAGE_PYTHON = "/opt/miniconda3/envs/testbed/bin/python"
-REPAIR = f"edit({BUG!r}, {RIGHT!r})"
-EDIT = f"""
+AGENT = f"""
 from pathlib import Path
 def edit(before, after):
     text = Path({MODULE!r}).read_text()
     assert before in text
     Path({MODULE!r}).write_text(text.replace(before, after))
+def in_package(code):
+    edit("import re\\n", "import re\\n" + code)
+ask()
+exec(os.environ["PROBLEM_STATEMENT"])
+"""
+REPAIR = f"edit({BUG!r}, {RIGHT!r})"
+HIDES = """
+assert not [path for path in Path().rglob("*") if path.name in ("test_inflection.py", ".git")]
+assert {path.name for path in Path("/manege").rglob("*")} == {"task", "..data", "task.json"}
+"""
+OWN_TESTS = """
+Path("test_inflection.py").write_text("")
+Path("conftest.py").write_text("def pytest_collection_modifyitems(items): items.clear()")
+Path("sitecustomize.py").write_text("import os; os._exit(0)")
+Path("pytest.ini").write_text("[pytest]\\naddopts = --collect-only")
+"""
+LINES = """
+import json, os, pathlib
+for place in pathlib.Path(os.environ["HOME"]).glob("*.jsonl"):
+    for test in TESTS:
+        place.open("a").write(json.dumps({"token": "mine", "id": test, "outcome": "passed"}) + "\\n")
+os._exit(0)
+"""
+# Where the scorer of a pod finds the patch, keys and what it says; each of these would be worth a reward.
+REACHES = """
+import glob, os, pathlib
+told = []
+for path in ["/manege/hidden/hidden.json", "/manege/hidden/scorer-key", f"/proc/{os.getppid()}/environ",
+             "/proc/1/environ", f"/proc/{os.getppid()}/root/manege/hidden/hidden.json", "/manege/pristine/pytest.ini"]:
+    try:
+        told.append(pathlib.Path(path).read_bytes() and path)
+    except OSError:
+        pass
+for path in ["/dev/termination-log", *glob.glob("/tmp/manege-*"), *glob.glob(f"/proc/{os.getppid()}/fd/*")]:
+    try:
+        open(path, "a").write('{"reward": 1, "message": "mine"}\\n')
+        told.append(path)
+    except OSError:
+        pass
+if os.fork() == 0:
+    os.setsid()
+    while True:
+        try:
+            open("/dev/termination-log", "w").write("1")
+        except OSError:
+            pass
+assert not told, told
 """
 
 
@@ -43,50 +89,77 @@ def testbed(places, tmp_path):
 
 
 @pytest.fixture
-def task(testbed, tmp_path):
-    """As a row of SWE-smith's says it."""
+def rows(testbed):
+    """In SWE-smith's columns, as many as one likes; the issue tells the agent what to do, as Python."""
     before = (testbed / MODULE).read_text()
-    row = {
-        "instance_id": f"{PACKAGE.release}.lm_rewrite__1",
-        "repo": f"swesmith/jpvanhal__{PACKAGE.release}",
-        "patch": patches.make(MODULE, before, before.replace(RIGHT, BUG)),
-        "FAIL_TO_PASS": FAILING,
-        "PASS_TO_PASS": [*PASSING, "test_more.py::check_more"],
-        "image_name": "swesmith.x86_64.inflection",
-        "problem_statement": "camelize is broken",
-    }
-    (tmp_path / "train.jsonl").write_text(json.dumps(row))
-    (task,) = load(split="train", num=1, seed=0, file=str(tmp_path / "{split}.jsonl"))
-    return task
+    patch = patches.make(MODULE, before, before.replace(RIGHT, BUG))
+
+    def rows(issues):
+        return [
+            {
+                "instance_id": f"{PACKAGE.release}.lm_rewrite__{name}",
+                "repo": f"swesmith/jpvanhal__{PACKAGE.release}",
+                "patch": patch,
+                "FAIL_TO_PASS": FAILING,
+                "PASS_TO_PASS": [*PASSING, "test_more.py::check_more"],
+                "image_name": "swesmith.x86_64.inflection",
+                "problem_statement": issue,
+            }
+            for name, issue in issues.items()
+        ]
+
+    return rows
 
 
 @pytest.fixture
-def carry_out(client, cluster, namespace, kubelet, places, testbed, task, tmp_path):
-    """Run the task with the shipped run file; only the agent's command and where the image keeps things are others."""
+def carry_out(client, cluster, namespace, kubelet, places, testbed, rows, tmp_path):
+    """Run the issues with the shipped run file, but for the agent's command and where the image keeps things."""
 
-    async def run(agent):
+    async def run(issues):
+        write_rows(tmp_path / "train.jsonl", rows(issues))
+        tasks = load(split="train", num=len(issues), seed=0, file=str(tmp_path / "{split}.jsonl"))
         file = Path(str(files("manege.recipes.coding") / "cluster.toml"))
         config = load_config(file, [f"kubernetes.workspace={testbed}", "agent.limits.memory_mb=256"])
         interpreter = str(places.python(PACKAGE.name))
-        programs = {
-            part: [interpreter if word == IMAGE_PYTHON else word for word in command]
-            for part, command in (("setup", config.agent.setup), ("score", config.scorer.run))
-        }
-        agent_changes = {"run": python(f"ask()\n{EDIT}\n{agent}"), "setup": programs["setup"]}
-        config = config.model_copy(
-            update={
-                "agent": config.agent.model_copy(update=agent_changes),
-                "scorer": config.scorer.model_copy(update={"run": programs["score"]}),
-            }
+        setup, score = (
+            [interpreter if word == IMAGE_PYTHON else word for word in command]
+            for command in (config.agent.setup, config.scorer.run)
         )
-        async with controlling(client, tmp_path, api_of(cluster, namespace)):
-            (rollout,) = await settle(client, config, spec(task=task))
-        return rollout
+        agent = config.agent.model_copy(update={"run": python(AGENT), "setup": setup})
+        config = config.model_copy(update={"agent": agent, "scorer": config.scorer.model_copy(update={"run": score})})
+        specs = [spec(task.id.rpartition("__")[2], task=task) for task in tasks]
+        async with controlling(client, tmp_path, api_of(cluster, namespace), slots=2):
+            ends = await settle(client, config, *specs)
+        return {rollout.spec.id: rollout for rollout in ends}
 
     return run
 
 
-async def test_a_repair_resolves_the_task_in_the_repositorys_image(carry_out):
-    rollout = await carry_out(REPAIR)
-    assert (rollout.outcome, rollout.reward) == (Outcome.OK, 1.0), rollout.message
-    assert rollout.message == "FAIL_TO_PASS 2/2, PASS_TO_PASS 4/4"
+def cheating(code):
+    return f"in_package({code!r})"
+
+
+async def test_a_repair_in_the_repositorys_image_pays_and_neither_other_work_nor_cheating_does(carry_out):
+    issues = {
+        "right": HIDES + REPAIR,
+        "wrong": "edit('import re', 'import re, os')",
+        "half": f"{REPAIR}\nedit('def ordinal(', 'def ordinary(')",
+        "own-tests": OWN_TESTS,
+        "reaches": cheating(REACHES),
+        "lines": cheating(LINES.replace("TESTS", repr(FAILING))),
+        "patches-pytest": cheating("import _pytest.python\n_pytest.python.Function.runtest = lambda self: None\n"),
+        "exits": cheating("import os\nos._exit(0)\n"),
+    }
+    ends = await carry_out(issues)
+    assert {name: end.outcome for name, end in ends.items()} == dict.fromkeys(issues, Outcome.OK)
+    messages = {name: end.message for name, end in ends.items()}
+    assert {name: end.reward for name, end in ends.items()} == {**dict.fromkeys(issues, 0.0), "right": 1.0}, messages
+    left = f"FAIL_TO_PASS 0/2, PASS_TO_PASS 4/4; not passed: {', '.join(FAILING)}"
+    assert messages["right"] == "FAIL_TO_PASS 2/2, PASS_TO_PASS 4/4"
+    assert messages["wrong"] == messages["own-tests"] == messages["reaches"] == left
+    assert messages["half"].startswith(
+        "FAIL_TO_PASS 2/2, PASS_TO_PASS 2/4; not passed: test_inflection.py::test_ordinal[1-1st]"
+    )
+    assert messages["lines"] == messages["patches-pytest"]
+    assert "not pytest's own" in messages["lines"]
+    assert "did not come to an end" in messages["exits"]

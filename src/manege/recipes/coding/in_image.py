@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,13 +62,8 @@ def score(hidden: Mapping[str, Any], workspace: Path) -> dict[str, Any]:
 
     def confine() -> None:
         prctl(PR_SET_NO_NEW_PRIVS, 1)
-        restrict(
-            abi=landlock_abi(),
-            readable=[str(entry) for entry in Path("/").iterdir() if entry != _OURS],
-            listable=(),
-            writable=[str(workspace), str(scratch), *(f"/dev/{name}" for name in _DEVICES)],
-            tcp_ports=None,
-        )
+        writable = [str(workspace), str(scratch), *(f"/dev/{name}" for name in _DEVICES)]
+        restrict(abi=landlock_abi(), readable=_readable(), listable=(), writable=writable, tcp_ports=None)
 
     found = judge_package(hidden, workspace, scratch, python=Path(sys.executable), is_configured=True, confine=confine)
     return {
@@ -76,3 +71,12 @@ def score(hidden: Mapping[str, Any], workspace: Path) -> dict[str, Any]:
         "message": found.message[:_MESSAGE_CHARS],
         "hacks": [line[:_MESSAGE_CHARS] for line in found.hacks],
     }
+
+
+def _readable() -> Iterator[str]:
+    """All but what is ours and what is of other processes, whose variables are keys."""
+    for entry in Path("/").iterdir():
+        if entry.name == "proc":
+            yield from (str(each) for each in entry.iterdir() if not each.name.isdigit())
+        elif entry != _OURS:
+            yield str(entry)

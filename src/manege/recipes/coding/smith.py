@@ -51,7 +51,8 @@ _log = get_logger("recipes.coding")
 
 def load(*, split: str, num: int, seed: int, file: str | None = None, hub: str = HUB) -> Sequence[Task]:
     """`num` at most. `file`: .jsonl, .jsonl.zst or .parquet to read instead of the hub. Held out is, for every seed,
-    what `{split}` in the name of `file` says, else a fifth of all repositories. Raises ConfigError."""
+    what `{split}` in the name of `file` says, else the repositories of a fifth of their owners. Raises
+    ConfigError."""
     rows = read_rows(Path(file.replace("{split}", split)).expanduser()) if file else hub_table(hub, split="train")
     says_split = file is not None and "{split}" in file
     salt = "heldout" if split == "heldout" else f"train:{seed}"
