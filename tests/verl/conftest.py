@@ -4,6 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from manege.config import BackendConfig
+from manege.trainer.engines.verl.environment import prepare
+
 HERE = Path(__file__).parent
 
 # The cases of every train engine run here, too.
@@ -17,3 +20,9 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.filterwarnings("ignore"))
             # Processes that import torch, transformers and Ray, on two cores.
             item.add_marker(pytest.mark.timeout(1800))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ranks_environment():
+    """Of every rank; and set in this process before a test imports verl, and with it Ray, which reads it then."""
+    return prepare(BackendConfig(kind="verl"), cpu=True)

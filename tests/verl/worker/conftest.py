@@ -54,24 +54,21 @@ class Group:
 
 
 @pytest.fixture(scope="session")
-def start_ranks(tmp_path_factory):
+def start_ranks(ranks_environment, tmp_path_factory):
     """`start_ranks(ranks, ...)`: a group in a Ray that all share, ended with the tests."""
-    from manege.trainer.engines.verl.environment import prepare
-
-    environment = prepare(run_config("runs").backend, cpu=True)
     from manege.trainer.engines.verl.cluster import ray_session
     from manege.trainer.engines.verl.ranks import started_ranks
     from manege.trainer.engines.verl.settings import worker_config
 
     with ExitStack() as stack:
         # As many logical GPUs as all groups together have ranks.
-        stack.enter_context(ray_session(run_config("runs", ranks=7).backend, environment, cpu=True))
+        stack.enter_context(ray_session(run_config("runs", ranks=7).backend, ranks_environment, cpu=True))
 
         def start(ranks, *, stack=stack, **backend):
             folder = tmp_path_factory.mktemp("run")
             config = run_config(folder, ranks=ranks, backend=backend)
             settings = worker_config(config, MODEL, cpu=True)
-            started = started_ranks(config.backend, settings, environment, keep_reference=True)
+            started = started_ranks(config.backend, settings, ranks_environment, keep_reference=True)
             return Group(config, stack.enter_context(started), folder / "first")
 
         yield start
