@@ -11,12 +11,14 @@ from manege.curation.rows import write_rows
 from manege.recipes.coding import patches
 from manege.recipes.coding.smith import load
 from manege.types import Outcome
+from tests.harnesses.policy import CONTEXT_LIMIT, from_text, num_turns, tool_call
+from tests.harnesses.running import scripted, serving
 from tests.system.coding_case import BUG, FAILING, MODULE, PACKAGE, PASSING, RIGHT, prepared
 from tests.system.kubernetes.running import api_of, controlling, python, settle, spec
 
 pytestmark = pytest.mark.anyio
 
-IMAGE_PYTHON = "/opt/miniconda3/envs/testbed/bin/python"
+MINI = Path.home() / ".cache/manege/harnesses/mini-swe-agent/venv/bin/mini"
 AGENT = f"""
 from pathlib import Path
 def edit(before, after):
@@ -112,21 +114,21 @@ def rows(testbed):
 
 
 @pytest.fixture
-def carry_out(client, cluster, namespace, kubelet, places, testbed, rows, tmp_path):
-    """Run the issues with the shipped run file, but for the agent's command and where the image keeps things."""
+def shipped(places, testbed, tmp_path):
+    """The run file, but for where this machine has what the image has."""
+    text = Path(str(files("manege.recipes.coding") / "cluster.toml")).read_text()
+    text = text.replace("/opt/miniconda3/envs/testbed/bin", str(places.python(PACKAGE.name).parent))
+    (tmp_path / "cluster.toml").write_text(text.replace("/opt/mini/bin/mini", str(MINI)))
+    return load_config(tmp_path / "cluster.toml", [f"kubernetes.workspace={testbed}", "agent.limits.memory_mb=512"])
 
-    async def run(issues):
+
+@pytest.fixture
+def carry_out(cluster, namespace, kubelet, rows, tmp_path):
+    """Run issues as SWE-smith's tasks."""
+
+    async def run(client, config, issues):
         write_rows(tmp_path / "train.jsonl", rows(issues))
         tasks = load(split="train", num=len(issues), seed=0, file=str(tmp_path / "{split}.jsonl"))
-        file = Path(str(files("manege.recipes.coding") / "cluster.toml"))
-        config = load_config(file, [f"kubernetes.workspace={testbed}", "agent.limits.memory_mb=256"])
-        interpreter = str(places.python(PACKAGE.name))
-        setup, score = (
-            [interpreter if word == IMAGE_PYTHON else word for word in command]
-            for command in (config.agent.setup, config.scorer.run)
-        )
-        agent = config.agent.model_copy(update={"run": python(AGENT), "setup": setup})
-        config = config.model_copy(update={"agent": agent, "scorer": config.scorer.model_copy(update={"run": score})})
         specs = [spec(task.id.rpartition("__")[2], task=task) for task in tasks]
         async with controlling(client, tmp_path, api_of(cluster, namespace), slots=2):
             ends = await settle(client, config, *specs)
@@ -139,7 +141,9 @@ def cheating(code):
     return f"in_package({code!r})"
 
 
-async def test_a_repair_in_the_repositorys_image_pays_and_neither_other_work_nor_cheating_does(carry_out):
+async def test_a_repair_in_the_repositorys_image_pays_and_neither_other_work_nor_cheating_does(
+    carry_out, shipped, client
+):
     issues = {
         "right": HIDES + REPAIR,
         "wrong": "edit('import re', 'import re, os')",
@@ -150,7 +154,8 @@ async def test_a_repair_in_the_repositorys_image_pays_and_neither_other_work_nor
         "patches-pytest": cheating("import _pytest.python\n_pytest.python.Function.runtest = lambda self: None\n"),
         "exits": cheating("import os\nos._exit(0)\n"),
     }
-    ends = await carry_out(issues)
+    scripted_agent = shipped.agent.model_copy(update={"run": python(AGENT)})
+    ends = await carry_out(client, shipped.model_copy(update={"agent": scripted_agent}), issues)
     assert {name: end.outcome for name, end in ends.items()} == dict.fromkeys(issues, Outcome.OK)
     messages = {name: end.message for name, end in ends.items()}
     assert {name: end.reward for name, end in ends.items()} == {**dict.fromkeys(issues, 0.0), "right": 1.0}, messages
@@ -163,3 +168,25 @@ async def test_a_repair_in_the_repositorys_image_pays_and_neither_other_work_nor
     assert messages["lines"] == messages["patches-pytest"]
     assert "not pytest's own" in messages["lines"]
     assert "did not come to an end" in messages["exits"]
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not MINI.exists(), reason="manege harness install mini-swe-agent")
+async def test_mini_swe_agent_as_a_command_of_the_image_repairs_the_package(carry_out, shipped, tmp_path):
+    commands = [
+        "pwd; git log; python -c \"import inflection as i; print('seen', i.camelize('two_words'))\"; python -m pytest",
+        f"sed -i 's/{BUG}/{RIGHT}/' {MODULE}",
+        "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT",
+    ]
+
+    def answer(prompt):
+        return "On it.\n" + tool_call("bash", {"command": commands[min(num_turns(prompt), len(commands) - 1)]})
+
+    async with serving(scripted(from_text(answer)), tmp_path, CONTEXT_LIMIT) as client:
+        ends = await carry_out(client, shipped, {"mini": "camelize is broken"})
+        calls = (await client.calls(["mini"]))["mini"]
+    assert (ends["mini"].outcome, ends["mini"].reward) == (Outcome.OK, 1.0), ends["mini"].message
+    assert len(calls) == 3
+    shown = str([call.request["messages"] for call in calls])
+    for words in ("camelize is broken", "seen Two_Words", "not a git repository"):
+        assert words in shown
