@@ -118,7 +118,7 @@ def test_setup_puts_the_bug_in_and_the_tests_that_show_it_aside(repository, tmp_
     assert (repository / "code_of.py").read_text() == BUG
     assert [path.name for path in (repository / "tests").iterdir()] == ["test_more.py"]
     assert (tmp_path / "aside" / "tests" / "test_code.py").read_text() == TEST
-    with pytest.raises(subprocess.CalledProcessError):
+    with pytest.raises(OSError, match=r"does not apply in the image's .*code_of\.py"):
         set_up(from_row(row()).hidden, repository, tmp_path / "aside")
 
 
@@ -164,3 +164,23 @@ def test_the_job_of_the_shipped_run_file_hides_what_the_agent_must_not_see():
     assert "test_double" not in shown
     # Kubernetes takes a Secret of a MiB; the task is in it twice.
     assert len(json.dumps(made.secret)) < 100_000
+
+
+def test_the_shipped_run_file_is_planned_beside_a_gateway(tmp_path):
+    for split in ("train", "heldout"):
+        write_rows(tmp_path / f"{split}.jsonl", [row(number) for number in range(40)])
+    command = [
+        Path(sys.executable).with_name("manege"),
+        "train",
+        CLUSTER,
+        "--dry-run",
+        "--gpus",
+        "4",
+        "--gpu-memory",
+        "139",
+    ]
+    command += ["--model-config", CLUSTER.with_name("qwen3.5-9b.json"), "--gateway", "http://10.0.0.5:8400"]
+    options = f'tasks.options={{file="{tmp_path}/{{split}}.jsonl"}}'
+    done = subprocess.run([*command, options], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "gateway http://10.0.0.5:8400, with its engines" in done.stdout

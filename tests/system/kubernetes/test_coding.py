@@ -101,7 +101,7 @@ def rows(testbed):
             {
                 "instance_id": f"{PACKAGE.release}.lm_rewrite__{name}",
                 "repo": f"swesmith/jpvanhal__{PACKAGE.release}",
-                "patch": patch,
+                "patch": patch.replace(MODULE, "gone.py") if name == "of-another-image" else patch,
                 "FAIL_TO_PASS": FAILING,
                 "PASS_TO_PASS": [*PASSING, "test_more.py::check_more"],
                 "image_name": "swesmith.x86_64.inflection",
@@ -153,12 +153,16 @@ async def test_a_repair_in_the_repositorys_image_pays_and_neither_other_work_nor
         "lines": cheating(LINES.replace("TESTS", repr(FAILING))),
         "patches-pytest": cheating("import _pytest.python\n_pytest.python.Function.runtest = lambda self: None\n"),
         "exits": cheating("import os\nos._exit(0)\n"),
+        "of-another-image": "pass",
     }
     scripted_agent = shipped.agent.model_copy(update={"run": python(AGENT)})
     ends = await carry_out(client, shipped.model_copy(update={"agent": scripted_agent}), issues)
-    assert {name: end.outcome for name, end in ends.items()} == dict.fromkeys(issues, Outcome.OK)
+    stale = ends.pop("of-another-image")
+    assert (stale.outcome, stale.reward) == (Outcome.INFRA_ERROR, None)
+    assert "container setup failed with exit code 1: the row's patch does not apply" in stale.message
+    assert {name: end.outcome for name, end in ends.items()} == dict.fromkeys(ends, Outcome.OK)
     messages = {name: end.message for name, end in ends.items()}
-    assert {name: end.reward for name, end in ends.items()} == {**dict.fromkeys(issues, 0.0), "right": 1.0}, messages
+    assert {name: end.reward for name, end in ends.items()} == {**dict.fromkeys(ends, 0.0), "right": 1.0}, messages
     left = f"FAIL_TO_PASS 0/2, PASS_TO_PASS 4/4; not passed: {', '.join(FAILING)}"
     assert messages["right"] == "FAIL_TO_PASS 2/2, PASS_TO_PASS 4/4"
     assert messages["wrong"] == messages["own-tests"] == messages["reaches"] == left

@@ -27,6 +27,8 @@ _OURS = Path("/manege")
 """Hidden fields, keys, and the workspace as it was before the agent."""
 _DEVICES = ("null", "zero", "full", "random", "urandom", "tty", "ptmx", "pts", "shm")
 """Of /dev, where the container's last message lies, too."""
+_LAST_WORD = Path("/dev/termination-log")
+"""Of a container; the rollout's message tells that of a setup that failed."""
 _MESSAGE_CHARS = 400
 """A verdict and its JSON have to fit into 4096 bytes."""
 
@@ -35,22 +37,27 @@ def main(arguments: Sequence[str]) -> None:
     """`set_up`, or `score` and the descriptor for the verdict; in the workspace."""
     task = json.loads(Path(os.environ["MANEGE_TASK_FILE"]).read_text(encoding="utf-8"))
     workspace = Path(os.environ["MANEGE_WORKSPACE"])
-    if not landlock_abi():
-        raise SystemExit(
-            "no Landlock in this node's kernel: the agent's code could read hidden fields while it is tested"
-        )
-    if arguments[0] == "set_up":
-        set_up(task["hidden"], workspace, _OURS / "pristine")
-    else:
-        verdict = score(task["hidden"], workspace)
-        os.write(int(arguments[1]), json.dumps(verdict).encode() + b"\n")
+    try:
+        if not landlock_abi():
+            raise OSError("this node's kernel has no Landlock: the agent's code could read hidden fields while tested")
+        if arguments[0] == "set_up":
+            set_up(task["hidden"], workspace, _OURS / "pristine")
+        else:
+            os.write(int(arguments[1]), json.dumps(score(task["hidden"], workspace)).encode() + b"\n")
+    except OSError as error:
+        _LAST_WORD.write_text(str(error), encoding="utf-8")
+        raise
 
 
 def set_up(hidden: Mapping[str, Any], workspace: Path, aside: Path) -> None:
-    """`aside`: where only the scorer looks. Raises CalledProcessError if the patch does not apply."""
+    """`aside`: where only the scorer looks. Raises OSError if the image is not the row's."""
     # Inside of a repository git would take paths to be that one's.
     env = {**os.environ, "GIT_CEILING_DIRECTORIES": str(workspace.parent)}
-    subprocess.run(["git", "apply", "-"], input=hidden["patch"].encode(), cwd=workspace, env=env, check=True)
+    git = subprocess.run(
+        ["git", "apply", "-"], input=hidden["patch"].encode(), cwd=workspace, env=env, stderr=subprocess.PIPE
+    )
+    if git.returncode != 0:
+        raise OSError(f"the row's patch does not apply in the image's {workspace}: {git.stderr.decode()}")
     for path in sorted({test_file(test) for test in hidden["FAIL_TO_PASS"]}):
         (aside / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.move(workspace / path, aside / path)
