@@ -168,7 +168,7 @@ def test_the_job_of_the_shipped_run_file_hides_what_the_agent_must_not_see():
 
 def test_the_shipped_run_file_is_planned_beside_a_gateway(tmp_path):
     for split in ("train", "heldout"):
-        write_rows(tmp_path / f"{split}.jsonl", [row(number) for number in range(40)])
+        write_rows(tmp_path / f"{split}.jsonl", [row(f"{split}{number}") for number in range(40)])
     command = [
         Path(sys.executable).with_name("manege"),
         "train",

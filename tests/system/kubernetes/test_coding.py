@@ -48,6 +48,19 @@ for place in pathlib.Path(os.environ["HOME"]).glob("*.jsonl"):
         place.open("a").write(json.dumps({"token": "mine", "id": test, "outcome": "passed"}) + "\\n")
 os._exit(0)
 """
+# Undoes the bug while it is tested, by the patch that only the scorer's container has.
+HEALS = """
+import json
+try:
+    patch = json.load(open("/manege/hidden/hidden.json"))["hidden"]["patch"].splitlines()
+except OSError:
+    patch = []
+right, wrong = ([line[1:] for line in patch if line[0] == sign and line[1] == " "] for sign in "-+")
+source = open(__file__).read().partition("import json")[0]
+for before, after in zip(wrong, right):
+    source = source.replace(before, after)
+exec(source)
+"""
 # Where the scorer of a pod finds the patch, keys and what it says; each of these would be worth a reward.
 REACHES = """
 import glob, os, pathlib
@@ -150,6 +163,7 @@ async def test_a_repair_in_the_repositorys_image_pays_and_neither_other_work_nor
         "half": f"{REPAIR}\nedit('def ordinal(', 'def ordinary(')",
         "own-tests": OWN_TESTS,
         "reaches": cheating(REACHES),
+        "heals": f"Path({MODULE!r}).write_text(Path({MODULE!r}).read_text() + {HEALS!r})",
         "lines": cheating(LINES.replace("TESTS", repr(FAILING))),
         "patches-pytest": cheating("import _pytest.python\n_pytest.python.Function.runtest = lambda self: None\n"),
         "exits": cheating("import os\nos._exit(0)\n"),
@@ -165,7 +179,7 @@ async def test_a_repair_in_the_repositorys_image_pays_and_neither_other_work_nor
     assert {name: end.reward for name, end in ends.items()} == {**dict.fromkeys(ends, 0.0), "right": 1.0}, messages
     left = f"FAIL_TO_PASS 0/2, PASS_TO_PASS 4/4; not passed: {', '.join(FAILING)}"
     assert messages["right"] == "FAIL_TO_PASS 2/2, PASS_TO_PASS 4/4"
-    assert messages["wrong"] == messages["own-tests"] == messages["reaches"] == left
+    assert messages["wrong"] == messages["own-tests"] == messages["reaches"] == messages["heals"] == left
     assert messages["half"].startswith(
         "FAIL_TO_PASS 2/2, PASS_TO_PASS 2/4; not passed: test_inflection.py::test_ordinal[1-1st]"
     )
