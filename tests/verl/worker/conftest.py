@@ -61,8 +61,8 @@ def start_ranks(ranks_environment, tmp_path_factory):
     from manege.trainer.engines.verl.settings import worker_config
 
     with ExitStack() as stack:
-        # As many logical GPUs as all groups together have ranks.
-        stack.enter_context(ray_session(run_config("runs", ranks=7).backend, ranks_environment, cpu=True))
+        # As many logical GPUs as all groups have ranks, those included that failures leave behind.
+        stack.enter_context(ray_session(run_config("runs", ranks=12).backend, ranks_environment, cpu=True))
 
         def start(ranks, *, stack=stack, **backend):
             folder = tmp_path_factory.mktemp("run")
