@@ -40,7 +40,7 @@ async def test_engines_named_on_the_command_line_serve_pause_and_get_weights(tmp
             url = await address(process)
             client = await stack.enter_async_context(Client(url, OPERATOR_KEY))
             agents = {}
-            for name in (names := [f"r{number}" for number in range(8)]):
+            for name in (names := [f"r{number}" for number in range(16)]):
                 agents[name] = await stack.enter_async_context(agent(client, await begin(client, name)))
             said = [(await ask(each)).choices[0].message.content for each in agents.values()]
             assert set(said) == {"x" * 8, "y" * 8}
@@ -51,7 +51,7 @@ async def test_engines_named_on_the_command_line_serve_pause_and_get_weights(tmp
             assert [((await each.info()).paused, (await each.info()).version) for each in engines] == [(False, 1)] * 2
             assert [(await ask(each)).choices[0].message.content for each in agents.values()] == said
             calls = await client.calls(names)
-            assert [[span.version for span in calls[name][-1].spans] for name in names] == [[1]] * 8
+            assert [[span.version for span in calls[name][-1].spans] for name in names] == [[1]] * 16
         finally:
             process.kill()
             await asyncio.to_thread(process.communicate)
