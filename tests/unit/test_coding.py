@@ -99,7 +99,7 @@ def test_an_issue_tells_symptoms_and_neither_tests_nor_the_bug():
         passing=[],
         messages={
             "tests/test_core.py::TestBox::test_take_twice[a]": "AssertionError: assert 2 == 1\n +  where at 0x7f00aa",
-            "tests/test_core.py::TestBox::test_take_twice[b]": "OSError: /tmp/work/box is away",
+            "tests/test_core.py::TestBox::test_take_twice[b]": "OSError: /tmp/scratch/box is away",
         },
     )
     issue = describe(select(["schema"])[0], bug)

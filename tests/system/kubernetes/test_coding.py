@@ -66,7 +66,8 @@ REACHES = """
 import glob, os, pathlib
 told = []
 for path in ["/manege/hidden/hidden.json", "/manege/hidden/scorer-key", f"/proc/{os.getppid()}/environ",
-             "/proc/1/environ", f"/proc/{os.getppid()}/root/manege/hidden/hidden.json", "/manege/pristine/pytest.ini"]:
+             "/proc/1/environ", os.path.join(f"/proc/{os.getppid()}", "root", "manege/hidden/hidden.json"),
+             "/manege/pristine/pytest.ini"]:
     try:
         told.append(pathlib.Path(path).read_bytes() and path)
     except OSError:
